@@ -1,0 +1,299 @@
+"""The shape of a model, read from a Hugging Face `config.json`."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A dense decoder of the Qwen kind: Qwen2 and Qwen2.5, Qwen3, and Llama."""
+
+    family: str
+    """`qwen2`, `qwen3` or `llama`: the `model_type` that an export carries."""
+    vocab_size: int
+    """Rows of the embedding, padding rows included."""
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float
+    norm_epsilon: float
+    tie_embeddings: bool
+    qkv_bias: bool
+    """Biases on the query, key and value projections."""
+    output_bias: bool
+    """A bias on the attention's output projection."""
+    qk_norm: bool
+    """RMS norms over each head's query and key, before RoPE."""
+    max_positions: int
+    """Longest sequence that the checkpoint was made for, in tokens."""
+    num_tokens: int | None = None
+    """Ids from here on are padding of the vocabulary: never sampled, no share of the softmax.
+
+    Sampler and log-probabilities mask them alike. None: every id is a token."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint, or a tensor tree to be written as one, that is not what it must be."""
+
+
+FAMILIES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+}
+"""The `model_type`s that we read, and the architecture that their configurations name."""
+
+DTYPES = ("float32", "bfloat16")
+"""What a checkpoint may be written in."""
+
+USED = (
+    *("model_type", "architectures", "vocab_size", "hidden_size", "intermediate_size"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "layer_types"),
+    *("rope_theta", "rope_parameters", "rope_scaling"),
+)
+
+ANY = object()
+
+INERT = {
+    # Other values would change the forward pass; these do not.
+    "hidden_act": ("silu",),
+    "attention_dropout": (0, None),
+    "use_sliding_window": (False,),
+    "use_mrope": (False,),
+    "rope_interleaved": (False,),
+    "partial_rotary_factor": (1,),
+    "pretraining_tp": (1, None),
+    "mlp_bias": (False,),
+    "quantization_config": (None,),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "chunk_size_feed_forward": (0,),
+    "pruned_heads": ({}, None),
+    # A window's size says nothing while `use_sliding_window` is false: the attention is full.
+    **dict.fromkeys(("sliding_window", "max_window_layers"), ANY),
+    # What the tensors are stored in; the files say it themselves.
+    **dict.fromkeys(("dtype", "torch_dtype"), ANY),
+    # The tokenizer's and the sampler's business (`model/tokenizer.py` reads the end-of-text id).
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), ANY),
+    **dict.fromkeys(("do_sample", "temperature", "top_k", "top_p", "repetition_penalty"), ANY),
+    **dict.fromkeys(("max_length", "max_new_tokens"), ANY),
+    # Where the file came from.
+    **dict.fromkeys(("_name_or_path", "transformers_version", "transformers.js_config"), ANY),
+    **dict.fromkeys(("unsloth_fixed", "unsloth_version", "is_llama_config"), ANY),
+    # How another library initialises, caches, returns and classifies.
+    **dict.fromkeys(("initializer_range", "use_cache", "torchscript", "is_decoder"), ANY),
+    **dict.fromkeys(("output_attentions", "output_hidden_states", "return_dict"), ANY),
+    **dict.fromkeys(("id2label", "label2id", "problem_type", "task_specific_params"), ANY),
+    **dict.fromkeys(("keys_to_ignore_at_inference", "_attn_implementation_autoset"), ANY),
+}
+"""Fields that change nothing here: at the values listed, or at any."""
+
+
+def from_hugging_face(config: Mapping[str, Any]) -> ModelConfig:
+    """The shape that a parsed `config.json` describes, with every field accounted for.
+
+    An absent field means what `transformers` takes it to mean for that family. Raises
+    `CheckpointError` with all faults at once: a field that is missing, unknown, or asks for
+    something that the model does not do.
+    """
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise CheckpointError(
+            f"model_type is {family!r}; the families that can be read are {', '.join(FAMILIES)}."
+        )
+    faults = _refused(config, family)
+
+    def size(name: str, default: int | None = None) -> int:
+        value = config.get(name)
+        value = default if value is None else value
+        if type(value) is not int or value < 1:
+            faults.append(f"{name} must be a positive whole number, and is {value!r}")
+            return 1
+        return value
+
+    heads = size("num_attention_heads")
+    width = size("hidden_size")
+    # Qwen3's heads have a width of their own: hidden_size / heads would be 64 instead of 128 in
+    # the 0.6B model.
+    if config.get("head_dim") is None and family != "qwen3" and width % heads:
+        faults.append(f"hidden_size {width} is no multiple of num_attention_heads {heads}")
+    head_dim = size("head_dim", 128 if family == "qwen3" else max(width // heads, 1))
+    kv_heads = size("num_key_value_heads", heads if family == "llama" else None)
+    if heads % kv_heads:
+        faults.append(
+            f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
+        )
+    if head_dim % 2:
+        faults.append(f"head_dim {head_dim} is odd, and RoPE turns pairs")
+    layers = size("num_hidden_layers")
+    kinds = config.get("layer_types")
+    if kinds is not None and list(kinds) != ["full_attention"] * layers:
+        faults.append(
+            f"layer_types must be {layers} times 'full_attention', and is {kinds!r}: sliding "
+            f"windows and other kinds of attention are not built"
+        )
+    epsilon = config.get("rms_norm_eps", 1e-6)
+    if not _is_number(epsilon) or epsilon <= 0:
+        faults.append(f"rms_norm_eps must be a positive number, and is {epsilon!r}")
+        epsilon = 1.0
+    tie = config.get("tie_word_embeddings", False)
+    bias = config.get("attention_bias", False)
+    for name, value in (("tie_word_embeddings", tie), ("attention_bias", bias)):
+        if not isinstance(value, bool):
+            faults.append(f"{name} must be true or false, and is {value!r}")
+    result = ModelConfig(
+        family=family,
+        vocab_size=size("vocab_size"),
+        hidden_size=width,
+        intermediate_size=size("intermediate_size"),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope_theta=_rope_theta(config, faults),
+        norm_epsilon=float(epsilon),
+        tie_embeddings=tie is True,
+        # Qwen2 has no field for its biases: query, key and value always have them.
+        qkv_bias=family == "qwen2" or bias is True,
+        output_bias=family != "qwen2" and bias is True,
+        qk_norm=family == "qwen3",
+        max_positions=size("max_position_embeddings", 2048 if family == "llama" else 32768),
+    )
+    if faults:
+        raise CheckpointError(
+            f"This {family} configuration cannot be read: " + "; ".join(faults) + "."
+        )
+    return result
+
+
+def to_hugging_face(config: ModelConfig, *, dtype: str = "float32") -> dict[str, Any]:
+    """The `config.json` from which transformers builds the same model.
+
+    `dtype` is what the tensors are stored in. Raises `CheckpointError` where the family has no
+    spelling for the shape (a Qwen2 without biases, say).
+    """
+    if dtype not in DTYPES:
+        raise CheckpointError(
+            f"A checkpoint is written in {' or '.join(DTYPES)}, and {dtype!r} was asked for."
+        )
+    result = {
+        "architectures": [FAMILIES.get(config.family)],
+        "model_type": config.family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_epsilon,
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_dropout": 0.0,
+        # transformers 4 reads the first spelling of each pair, transformers 5 the second.
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
+        "torch_dtype": dtype,
+        "dtype": dtype,
+    }
+    if config.family in ("qwen3", "llama"):
+        result["attention_bias"] = config.qkv_bias
+    if config.family in ("qwen2", "qwen3"):
+        # Some releases honoured a window's size although its flag was false.
+        result |= {"use_sliding_window": False, "sliding_window": None}
+    read = from_hugging_face(result)
+    wanted = dataclasses.replace(config, num_tokens=None)
+    if read != wanted:
+        differing = [
+            f"{field.name} {getattr(wanted, field.name)!r}"
+            for field in dataclasses.fields(ModelConfig)
+            if getattr(read, field.name) != getattr(wanted, field.name)
+        ]
+        raise CheckpointError(
+            f"A {config.family} configuration cannot express {', '.join(differing)}."
+        )
+    return result
+
+
+def read_config(folder: str | Path) -> ModelConfig:
+    """The shape of the model in a checkpoint folder."""
+    return from_hugging_face(read_json(Path(folder) / "config.json"))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A checkpoint's JSON object; a missing or broken file is a `CheckpointError`."""
+    if not path.parent.is_dir():
+        raise CheckpointError(f"There is no checkpoint folder {path.parent}.")
+    if not path.is_file():
+        raise CheckpointError(f"The checkpoint folder {path.parent} has no {path.name}.")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, and holds {type(value).__name__}.")
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _refused(config: Mapping[str, Any], family: str) -> list[str]:
+    """What the fields that shape nothing here, or that nobody knows, have against them."""
+    # The field does not exist in Qwen2, whose biases are fixed.
+    used = {*USED} if family == "qwen2" else {*USED, "attention_bias"}
+    faults = []
+    named = config.get("architectures")
+    if named is not None and named != [FAMILIES[family]]:
+        faults.append(f"architectures must be [{FAMILIES[family]!r}], and is {named!r}")
+    for name, value in config.items():
+        if name in used or INERT.get(name) is ANY:
+            continue
+        if name in INERT and value not in INERT[name]:
+            allowed = " or ".join(map(repr, INERT[name]))
+            faults.append(f"{name} is supported at {allowed} only, and is {value!r}")
+    unknown = sorted(set(config) - used - set(INERT))
+    if unknown:
+        faults.append(f"unknown fields, which may change the model: {', '.join(unknown)}")
+    return faults
+
+
+def _rope_theta(config: Mapping[str, Any], faults: list[str]) -> float:
+    """RoPE's base, from whichever spelling the file has."""
+    bases = {}
+    if config.get("rope_theta") is not None:
+        bases["rope_theta"] = config["rope_theta"]
+    for name in ("rope_parameters", "rope_scaling"):
+        settings = config.get(name)
+        if settings is None:
+            continue
+        if not isinstance(settings, Mapping):
+            faults.append(f"{name} must be an object or null, and is {settings!r}")
+            continue
+        kind = settings.get("rope_type", settings.get("type", "default"))
+        others = set(settings) - {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+        if kind != "default" or others or settings.get("partial_rotary_factor", 1) != 1:
+            faults.append(
+                f"{name} asks for {dict(settings)!r}; only RoPE of type 'default' is built"
+            )
+        elif "rope_theta" in settings:
+            bases[f"{name}.rope_theta"] = settings["rope_theta"]
+    for name, base in bases.items():
+        if not _is_number(base) or base <= 0:
+            faults.append(f"{name} must be a positive number, and is {base!r}")
+            return 1.0
+    if len(set(bases.values())) > 1:
+        faults.append(
+            "RoPE's base is stated twice and differs: "
+            + ", ".join(f"{name} {base}" for name, base in bases.items())
+        )
+    return float(next(iter(bases.values()), 10000.0))

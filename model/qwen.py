@@ -1,0 +1,248 @@
+"""The policy network: Qwen2, Qwen3 and Llama as one pre-norm block, from embedding to final norm.
+
+    hidden = Qwen(config).apply({"params": params}, tokens, positions)           # whole rows
+    hidden, caches = decode(config, unstack(params), tokens, positions, caches)  # a token a row
+
+Parameters carry logical axis names (`nn.get_partition_spec` of an abstract `init` lists them);
+the trees that the rest of the code handles are unboxed. Layers are stacked on their first axis.
+"""
+
+import functools
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from model.attention import Cache, attend, attend_cached, causal_mask, rotary_phases, rotate
+from model.config import ModelConfig
+
+INITIAL_SCALE = 0.02
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm in float32. https://arxiv.org/abs/1910.07467 (eq. 4)"""
+
+    epsilon: float
+    axis: str
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        init = nn.with_logical_partitioning(nn.initializers.ones, (self.axis,))
+        scale = self.param("scale", init, (x.shape[-1],), jnp.float32)
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        return (wide * scale).astype(x.dtype)
+
+
+class Projection(nn.Module):
+    """A linear map from the last `inputs` axes to `shape[inputs:]`; `axes` names the kernel's axes
+    for sharding."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    bias: bool = False
+    inputs: int = 1
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        normal = nn.initializers.normal(INITIAL_SCALE)
+        init = nn.with_logical_partitioning(normal, self.axes)
+        kernel = self.param("kernel", init, self.shape, jnp.float32).astype(x.dtype)
+        batch, out = x.shape[: -self.inputs], self.shape[self.inputs :]
+        width = math.prod(self.shape[: self.inputs])
+        # One plain matrix product: on CPU its backward pass is half as long again as an einsum.
+        y = (x.reshape(-1, width) @ kernel.reshape(width, -1)).reshape(*batch, *out)
+        if self.bias:
+            axes = self.axes[self.inputs :]
+            init = nn.with_logical_partitioning(nn.initializers.zeros, axes)
+            y = y + self.param("bias", init, out, jnp.float32).astype(x.dtype)
+        return y
+
+
+class Attention(nn.Module):
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B S D"],
+        positions: Int[Array, "B S"],
+        context: Bool[Array, "B S S"] | Cache,
+    ) -> tuple[Float[Array, "B S D"], Cache | tuple[Float[Array, "..."], Float[Array, "..."]]]:
+        """`context` is a mask over whole rows, or the layer's cache for one new token a row.
+
+        Returns the output, and the new cache or, for whole rows, their keys and values.
+        """
+        c = self.config
+        axes, kv_axes = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim")
+        shape = (c.hidden_size, c.num_heads, c.head_dim)
+        kv_shape = (c.hidden_size, c.num_kv_heads, c.head_dim)
+        query = Projection(shape, axes, c.qkv_bias, name="q_proj")(x)
+        key = Projection(kv_shape, kv_axes, c.qkv_bias, name="k_proj")(x)
+        value = Projection(kv_shape, kv_axes, c.qkv_bias, name="v_proj")(x)
+        if c.qk_norm:
+            query = RMSNorm(c.norm_epsilon, "head_dim", name="q_norm")(query)
+            key = RMSNorm(c.norm_epsilon, "head_dim", name="k_norm")(key)
+        phases = rotary_phases(positions, c.head_dim, c.rope_theta)
+        query, key = rotate(query, phases), rotate(key, phases)
+        if isinstance(context, Cache):
+            mixed, kept = attend_cached(query, key, value, context)
+        else:
+            mixed, kept = attend(query, key, value, context), (key, value)
+        out = Projection(
+            (c.num_heads, c.head_dim, c.hidden_size),
+            ("heads", "head_dim", "embed"),
+            c.output_bias,
+            inputs=2,
+            name="o_proj",
+        )
+        return out(mixed), kept
+
+
+class FeedForward(nn.Module):
+    """SwiGLU. https://arxiv.org/abs/2002.05202 (eq. 6)"""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        c = self.config
+        shape, axes = (c.hidden_size, c.intermediate_size), ("embed", "mlp")
+        gate = Projection(shape, axes, name="gate_proj")(x)
+        up = Projection(shape, axes, name="up_proj")(x)
+        return Projection(shape[::-1], axes[::-1], name="down_proj")(nn.silu(gate) * up)
+
+
+class Block(nn.Module):
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x, positions, context):
+        c = self.config
+        norm = functools.partial(RMSNorm, c.norm_epsilon, "embed")
+        mixed, kept = Attention(c, name="attention")(
+            norm(name="attention_norm")(x), positions, context
+        )
+        x = x + mixed
+        return x + FeedForward(c, name="mlp")(norm(name="mlp_norm")(x)), kept
+
+
+class Qwen(nn.Module):
+    """Whole rows to hidden states after the final norm."""
+
+    config: ModelConfig
+    dtype: DTypeLike = jnp.float32
+    """In which activations are computed; parameters keep theirs, norms and softmax float32."""
+    remat: bool = False
+    """Recompute each block's activations on the way back instead of keeping them."""
+    unroll: int = 1
+    """Layers an iteration of the scan over layers. All of them where stacking their activations
+    costs more than compiling each layer: a third of an update on CPU."""
+
+    @nn.compact
+    def __call__(
+        self, tokens: Int[Array, "B S"], positions: Int[Array, "B S"]
+    ) -> Float[Array, "B S D"]:
+        c = self.config
+        normal = nn.initializers.normal(INITIAL_SCALE)
+        x = nn.Embed(
+            c.vocab_size,
+            c.hidden_size,
+            dtype=self.dtype,
+            embedding_init=nn.with_logical_partitioning(normal, ("vocab", "embed")),
+            name="embed",
+        )(tokens)
+        layers = nn.scan(
+            # Inside a scan XLA can't merge the recomputation with the first pass anyway.
+            nn.remat(Block, prevent_cse=False) if self.remat else Block,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=(nn.broadcast, nn.broadcast),
+            length=c.num_layers,
+            unroll=self.unroll,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )
+        x, _ = layers(c, name="layers")(x, positions, causal_mask(positions))
+        if self.is_initializing() and not c.tie_embeddings:
+            shape = (c.hidden_size, c.vocab_size)
+            Projection(shape, ("embed", "vocab"), name="lm_head")(x)
+        return RMSNorm(c.norm_epsilon, "embed", name="norm")(x)
+
+
+def initialise(config: ModelConfig, key: jax.Array) -> PyTree:
+    """A random model's parameters, float32 and unboxed."""
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    return nn.meta.unbox(jax.jit(Qwen(config).init)(key, tokens, tokens))["params"]
+
+
+def head_kernel(config: ModelConfig, params: PyTree) -> Float[Array, "D V"]:
+    """The matrix from hidden states to logits, the embedding's transpose where they are tied."""
+    if config.tie_embeddings:
+        return params["embed"]["embedding"].T
+    return params["lm_head"]["kernel"]
+
+
+def unstack(params: PyTree) -> PyTree:
+    """The same parameters with a list of layers: done once, before a decode loop, so that no
+    step of it slices a stacked array."""
+    count = jax.tree.leaves(params["layers"])[0].shape[0]
+    layers = [jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(count)]
+    return params | {"layers": layers}
+
+
+def cast(params: PyTree, dtype: DTypeLike) -> PyTree:
+    """Parameters in the compute dtype: once a rollout instead of once a step of it."""
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+
+def _unrolled(config, params, tokens, positions, contexts, dtype):
+    x = params["embed"]["embedding"][tokens].astype(dtype)
+    kept = []
+    for layer, context in zip(params["layers"], contexts, strict=True):
+        x, new = Block(config).apply({"params": layer}, x, positions, context)
+        kept.append(new)
+    return RMSNorm(config.norm_epsilon, "embed").apply({"params": params["norm"]}, x), kept
+
+
+def prefill(
+    config: ModelConfig,
+    params: PyTree,
+    tokens: Int[Array, "N P"],
+    positions: Int[Array, "N P"],
+    *,
+    samples: int,
+    columns: int,
+    dtype: DTypeLike = jnp.float32,
+) -> list[Cache]:
+    """One cache a layer: the N prompts' keys and values, and room for `columns` tokens in each
+    of the `samples` rows a prompt. `params` are unstacked."""
+    masks = [causal_mask(positions)] * config.num_layers
+    _, kept = _unrolled(config, params, tokens, positions, masks, dtype)
+    rows = tokens.shape[0] * samples
+    shape = (rows, config.num_kv_heads, config.head_dim, columns)
+    return [
+        Cache(
+            prompt_keys=key.transpose(0, 2, 3, 1),
+            prompt_values=value.transpose(0, 2, 1, 3),
+            prompt_mask=positions >= 0,
+            keys=jnp.zeros(shape, dtype),
+            values=jnp.zeros((*shape[:2], columns, config.head_dim), dtype),
+            length=jnp.int32(0),
+        )
+        for key, value in kept
+    ]
+
+
+def decode(
+    config: ModelConfig,
+    params: PyTree,
+    tokens: Int[Array, "B 1"],
+    positions: Int[Array, "B 1"],
+    caches: list[Cache],
+    dtype: DTypeLike = jnp.float32,
+) -> tuple[Float[Array, "B 1 D"], list[Cache]]:
+    """Hidden states of one new token a row, and the caches with it. `params` are unstacked."""
+    return _unrolled(config, params, tokens, positions, caches, dtype)

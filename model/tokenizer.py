@@ -1,0 +1,223 @@
+"""Text to token ids and back, as the checkpoint's own tokenizer and chat template do it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from jinja2.exceptions import TemplateError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from model.config import CheckpointError, ModelConfig, read_json
+
+PROBE = "Hello  world,\n\n\tit's 3.14 (a+b)*c = 1234567?\r\n  Größe, e\u0301, 中文。 def f(x): "
+"""Runs of spaces, digits, contractions, accents: where one kind of tokenizer gives away another."""
+CONTINUES = "\ue000continues\ue000"
+"""Marks the end of a prefill while the template renders it; private-use, so in nobody's text."""
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer, with the ids that end a text."""
+
+    def __init__(self, inner: PreTrainedTokenizerBase, stop_ids: Sequence[int] = ()):
+        """`stop_ids` are those beside the tokenizer's own end of text."""
+        vocabulary = inner.get_vocab()
+        stops = set(stop_ids)
+        if inner.eos_token_id is not None:
+            stops.add(inner.eos_token_id)
+        # A base model's tokenizer may name another end of text than its chat template writes.
+        if "<|im_end|>" in vocabulary and "<|im_end|>" in str(inner.chat_template or ""):
+            stops.add(vocabulary["<|im_end|>"])
+        self.inner = inner
+        self.stop_ids: tuple[int, ...] = tuple(sorted(stops))
+        self._length = max(vocabulary.values()) + 1
+        # Padding is known by position, never by id; any id in range serves.
+        self.pad_id: int = next(
+            id for id in (inner.pad_token_id, inner.eos_token_id, 0) if id is not None
+        )
+        beyond = [id for id in (*self.stop_ids, self.pad_id) if not 0 <= id < self._length]
+        if beyond:
+            raise CheckpointError(
+                f"The stop or padding ids {beyond} are none of the tokenizer's {self._length} ids."
+            )
+
+    def __len__(self) -> int:
+        """How many ids there are: one more than the largest, added tokens included."""
+        return self._length
+
+    def encode(self, text: str) -> list[int]:
+        """The text's ids, and no others: nothing is put before or after it.
+
+        The name of a special token inside the text is that token, as in a rendered template.
+        """
+        return list(self.inner.encode(text, add_special_tokens=False))
+
+    def encode_prompt(
+        self, prompt: str | Sequence[Mapping[str, str]], **template_arguments: Any
+    ) -> list[int]:
+        """The ids of a prompt: text as it is, chat messages through the chat template.
+
+        Messages that end with the assistant's are continued from where that message ends. Further
+        arguments, such as Qwen3's `enable_thinking`, go to the template. Raises `ValueError` for a
+        prompt that comes to no ids, and for messages without a template.
+        """
+        text = prompt if isinstance(prompt, str) else self.render(prompt, **template_arguments)
+        ids = self.encode(text)
+        if not ids:
+            raise ValueError(f"The prompt {prompt!r} comes to no tokens at all.")
+        return ids
+
+    def render(self, messages: Sequence[Mapping[str, str]], **template_arguments: Any) -> str:
+        """The text that the chat template makes of the messages, up to where the model goes on."""
+        if not self.inner.chat_template:
+            raise ValueError(
+                "The prompt is a list of chat messages, and this tokenizer has no chat template; "
+                "give the prompt as text."
+            )
+        _check_messages(messages)
+        chat = [dict(message) for message in messages]
+        prefill = chat[-1]["role"] == "assistant"
+        if prefill:
+            # The library's own continuation drops the prefill's last spaces where the template
+            # trims; a mark that is no space keeps them, and shows where to cut.
+            chat[-1]["content"] += CONTINUES
+        try:
+            text = self.inner.apply_chat_template(
+                chat, tokenize=False, add_generation_prompt=not prefill, **template_arguments
+            )
+        except TemplateError as error:
+            raise ValueError(f"The chat template refuses the messages: {error}") from None
+        if prefill and CONTINUES not in text:
+            raise ValueError("The chat template drops the assistant's message that it was to end.")
+        return text[: text.rindex(CONTINUES)] if prefill else text
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the ids, special tokens and spaces as they stand."""
+        return self.inner.decode(
+            [int(id) for id in ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+    def decode_completion(self, ids: Sequence[int]) -> str:
+        """The text before the first stop token: what a verifier reads."""
+        ends = (i for i, id in enumerate(ids) if id in self.stop_ids)
+        return self.decode(ids[: next(ends, len(ids))])
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer of a checkpoint folder, checked against its `tokenizer.json`.
+
+    Raises `CheckpointError` where files are missing or broken, where the tokenizer does not encode
+    as its file says, or where it has more ids than the model beside it has embedding rows.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError(f"There is no checkpoint folder {folder}.")
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        raise CheckpointError(f"{folder} holds no tokenizer: no tokenizer.json, no vocab.json.")
+    tokenizer = Tokenizer(_inner(folder), _stop_ids(folder))
+    if (folder / "config.json").is_file():
+        rows = read_json(folder / "config.json").get("vocab_size")
+        if isinstance(rows, int):
+            _check_length(tokenizer, rows)
+    return tokenizer
+
+
+def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:
+    """Raises `CheckpointError` if the tokenizer has an id that the model has no embedding for."""
+    _check_length(tokenizer, config.vocab_size)
+
+
+def check_ids(ids: Sequence[int], config: ModelConfig) -> None:
+    """Raises `ValueError` for ids outside the embedding.
+
+    On a device such an id is no error: indexing takes the last row, or wraps, without a word.
+    """
+    for place, id in enumerate(ids):
+        if not 0 <= id < config.vocab_size:
+            raise ValueError(
+                f"Token id {id} at place {place} is outside the vocabulary of "
+                f"{config.vocab_size} (ids 0 to {config.vocab_size - 1})."
+            )
+
+
+def _check_length(tokenizer: Tokenizer, rows: int) -> None:
+    if len(tokenizer) > rows:
+        raise CheckpointError(
+            f"The tokenizer has {len(tokenizer)} ids and the model {rows} embedding rows "
+            f"(vocab_size): they are not of one checkpoint."
+        )
+
+
+def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
+    if not messages:
+        raise ValueError("The list of chat messages is empty.")
+    for place, message in enumerate(messages):
+        for name in ("role", "content"):
+            if not isinstance(message.get(name), str):
+                raise ValueError(
+                    f"Chat message {place} must have a text as its {name!r}, and is {message!r}."
+                )
+
+
+def _inner(folder: Path) -> PreTrainedTokenizerBase:
+    """The first class that encodes as `tokenizer.json` does.
+
+    `AutoTokenizer` takes the class that belongs to the model type, and that class may build its
+    own pre-tokenizer in place of the file's: a word-level tokenizer beside a Qwen2 configuration
+    then encodes every text to nothing.
+    """
+    file = folder / "tokenizer.json"
+    found = []
+    for cls in (AutoTokenizer, PreTrainedTokenizerFast):
+        try:
+            inner = cls.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            found.append(f"{cls.__name__}: {error}")
+            continue
+        if not file.is_file():
+            return inner
+        fault = _disagreement(inner, _read_tokenizer(file))
+        if fault is None:
+            return inner
+        found.append(f"{cls.__name__}: {fault}")
+    raise CheckpointError(f"The tokenizer of {folder} cannot be used. " + " ".join(found))
+
+
+def _read_tokenizer(file: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    # The library raises bare `Exception` on a broken file.
+    except Exception as error:
+        raise CheckpointError(f"{file} cannot be read: {error}.") from None
+
+
+def _disagreement(inner: PreTrainedTokenizerBase, file: tokenizers.Tokenizer) -> str | None:
+    # The probe alone would be all unknown to a tokenizer with a vocabulary of its own.
+    size = file.get_vocab_size()
+    sample = [id for id in range(0, size, max(size // 64, 1)) if file.id_to_token(id) is not None]
+    for text in (PROBE, file.decode(sample, skip_special_tokens=False)):
+        try:
+            wanted = file.encode(text, add_special_tokens=False).ids
+        # The library raises bare `Exception` where a vocabulary without an unknown token ends.
+        except Exception:
+            continue
+        got = list(inner.encode(text, add_special_tokens=False))
+        if got != wanted:
+            return f"it encodes {text!r} to {got}, and tokenizer.json to {wanted}."
+    return None
+
+
+def _stop_ids(folder: Path) -> tuple[int, ...]:
+    """The ids at which generation ends; without `generation_config.json`, those of the model."""
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            value = read_json(folder / name).get("eos_token_id")
+            ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+            if not all(type(id) is int for id in ids):
+                raise CheckpointError(
+                    f"eos_token_id in {folder / name} must be an id or a list of ids, "
+                    f"and is {json.dumps(value)}."
+                )
+            return ids
+    return ()

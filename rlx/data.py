@@ -1,0 +1,98 @@
+"""From a task's rows to arrays: the pool of prompts, and worked examples as batches."""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from model.tokenizer import Tokenizer
+from rlx.rollout import Prompts
+from rlx.types import Batch
+
+
+def pad_left(texts: Sequence[Sequence[int]], width: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and positions `[len(texts), width]`; -1 marks padding."""
+    tokens = np.full((len(texts), width), pad_id, np.int32)
+    positions = np.full((len(texts), width), -1, np.int32)
+    for row, ids in enumerate(texts):
+        tokens[row, width - len(ids) :] = ids
+        positions[row, width - len(ids) :] = np.arange(len(ids))
+    return tokens, positions
+
+
+def encode_prompts(
+    rows: Sequence[Mapping], tokenizer: Tokenizer, *, limit: int
+) -> list[list[int]]:
+    """Each row's prompt as ids. Raises ValueError for one of more than `limit` tokens."""
+    encoded = [tokenizer.encode_prompt(row["prompt"]) for row in rows]
+    for i, ids in enumerate(encoded):
+        if len(ids) > limit:
+            raise ValueError(
+                f"The prompt of row {i} has {len(ids)} tokens, but sampling.max_prompt_tokens is "
+                f"{limit}. Raise it, or leave such rows out of the data."
+            )
+    return encoded
+
+
+def prompt_width(encoded: Sequence[Sequence[int]]) -> int:
+    """Columns that hold every prompt: the longest, rounded up to a multiple of 8, so that a run
+    on slightly other data compiles the same programs."""
+    return -(-max(2, *map(len, encoded)) // 8) * 8
+
+
+def prompt_pool(
+    encoded: Sequence[Sequence[int]], pad_id: int, key: jax.Array, width: int | None = None
+) -> Prompts:
+    tokens, positions = pad_left(encoded, width or prompt_width(encoded), pad_id)
+    return Prompts(jnp.asarray(tokens), jnp.asarray(positions), key)
+
+
+def worked_examples(
+    rows: Sequence[Mapping],
+    demonstrate: Callable[[Mapping, random.Random], str],
+    tokenizer: Tokenizer,
+    *,
+    copies: int,
+    seed: int,
+    max_prompt_tokens: int,
+    max_new_tokens: int,
+) -> Batch:
+    """`copies` worked completions a row, ended by the stop token, as the whole data set of an
+    offline run. Rows whose completion is longer than `max_new_tokens` are left out; if none is left,
+    ValueError."""
+    rng = random.Random(seed)
+    stop = tokenizer.inner.eos_token_id
+    pairs = []
+    for prompt, row in zip(
+        encode_prompts(rows, tokenizer, limit=max_prompt_tokens), rows, strict=True
+    ):
+        for _ in range(copies):
+            completion = [*tokenizer.encode(demonstrate(row, rng)), stop]
+            if len(completion) <= max_new_tokens:
+                pairs.append((prompt, completion))
+    if not pairs:
+        raise ValueError(
+            f"None of the {len(rows)} worked completions fits into sampling.max_new_tokens="
+            f"{max_new_tokens}."
+        )
+    width = prompt_width([prompt for prompt, _ in pairs])
+    tokens, positions = pad_left([prompt for prompt, _ in pairs], width, tokenizer.pad_id)
+    rest = max(len(completion) for _, completion in pairs)
+    rest = -(-rest // 8) * 8
+    answers = np.full((len(pairs), rest), tokenizer.pad_id, np.int32)
+    places = np.full((len(pairs), rest), -1, np.int32)
+    for i, (prompt, completion) in enumerate(pairs):
+        answers[i, : len(completion)] = completion
+        places[i, : len(completion)] = len(prompt) + np.arange(len(completion))
+    zeros = jnp.zeros((len(pairs), rest), jnp.float32)
+    return Batch(
+        tokens=jnp.asarray(np.concatenate([tokens, answers], axis=1)),
+        positions=jnp.asarray(np.concatenate([positions, places], axis=1)),
+        mask=jnp.asarray(places >= 0),
+        sampler_logprobs=zeros,
+        old_logprobs=zeros,
+        ref_logprobs=zeros,
+        advantages=zeros[:, :1],
+    )

@@ -1,0 +1,143 @@
+"""Mathematics that the algorithms share: ratios, clipping, KL estimators, reductions, metrics."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Shaped
+
+from rlx.types import Largest, Mean, Metrics, Smallest
+
+LOG_RATIO_LIMIT = 20.0
+"""exp(89) overflows float32, and infinity times a zero advantage is NaN."""
+
+
+def masked(
+    x: Float[Array, "B #T"], mask: Bool[Array, "B T"], fill: float = 0.0
+) -> Float[Array, "B T"]:
+    """`fill` wherever the mask is false, NaN included, in value and in gradient."""
+    return jnp.where(mask, x, fill)
+
+
+def log_ratio(
+    logprobs: Float[Array, "B T"], base: Float[Array, "B T"]
+) -> Float[Array, "B T"]:
+    """log pi - log pi_base, clamped."""
+    return jnp.clip(logprobs - base, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def clipped_surrogate(
+    ratio: Float[Array, "B #T"],
+    advantages: Float[Array, "B #T"],
+    clip_low: float,
+    clip_high: float,
+) -> Float[Array, "B #T"]:
+    """-min(r A, clip(r, 1 - low, 1 + high) A). https://arxiv.org/abs/1707.06347 (eq. 7)"""
+    clipped = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
+    return -jnp.minimum(ratio * advantages, clipped * advantages)
+
+
+def clip_metrics(
+    ratio: Float[Array, "B T"],
+    advantages: Float[Array, "B #T"],
+    mask: Bool[Array, "B T"],
+    clip_low: float,
+    clip_high: float,
+) -> Metrics:
+    """Shares of tokens whose gradient the clip cuts: high only where A > 0, low where A < 0."""
+    low = (ratio < 1.0 - clip_low) & (advantages < 0)
+    high = (ratio > 1.0 + clip_high) & (advantages > 0)
+    limit = jnp.exp(LOG_RATIO_LIMIT)
+    return {
+        "clip/low": mean(low, mask),
+        "clip/high": mean(high, mask),
+        "ratio/mean": mean(ratio, mask),
+        "ratio/max": Largest(jnp.max(jnp.where(mask, ratio, -jnp.inf))),
+        "ratio/clamped": mean((ratio >= limit) | (ratio <= 1.0 / limit), mask),
+    }
+
+
+def k3(logprobs: Float[Array, "B T"], ref_logprobs: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """KL(pi, reference) per token as exp(d) - d - 1, d = log pi_ref - log pi, never negative.
+
+    d is clamped once, for both of its places: clamped inside `exp` alone, k3 would turn negative.
+    http://joschu.net/blog/kl-approx.html
+    """
+    d = log_ratio(ref_logprobs, logprobs)
+    return jnp.exp(d) - d - 1.0
+
+
+# Reductions: weights of the mask alone, for all rows of one optimizer update. A row without an
+# unmasked token weighs nothing and is not counted.
+
+
+def token_mean(mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    """m / sum(m): every token weighs the same."""
+    weights = mask.astype(jnp.float32)
+    return weights / jnp.maximum(jnp.sum(weights), 1.0)
+
+
+def sequence_mean(mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    """m / (B |o_i|): the mean over rows of each row's mean over tokens."""
+    weights = mask.astype(jnp.float32)
+    lengths = jnp.sum(weights, axis=1, keepdims=True)
+    return weights / jnp.maximum(lengths, 1.0) / jnp.maximum(jnp.sum(lengths > 0), 1.0)
+
+
+def mean(x: Bool[Array, "B #T"] | Float[Array, "B #T"], mask: Bool[Array, "B T"]) -> Mean:
+    """The mean over unmasked tokens, as a sum and a count."""
+    total = jnp.sum(jnp.where(mask, x, 0), dtype=jnp.float32)
+    return Mean(total, jnp.sum(mask, dtype=jnp.float32))
+
+
+def scalar_metric(x: Shaped[Array, ""] | float) -> Mean:
+    return Mean(jnp.asarray(x, jnp.float32), jnp.float32(1))
+
+
+def pool(stacked: Metrics) -> Metrics:
+    """Pools the first axis of every metric, exactly: the micro-batches of one update."""
+
+    def reduce(metric):
+        if isinstance(metric, Mean):
+            return Mean(jnp.sum(metric.total, axis=0), jnp.sum(metric.count, axis=0))
+        best = jnp.max if isinstance(metric, Largest) else jnp.min
+        return type(metric)(best(metric.value, axis=0))
+
+    return {name: reduce(metric) for name, metric in stacked.items()}
+
+
+def close(metrics: Metrics) -> Metrics:
+    """Turns each mean over tokens into one value of weight 1 (0 where nothing was counted), so
+    that pooling updates weighs every update the same."""
+
+    def one(metric):
+        if not isinstance(metric, Mean):
+            return metric
+        counted = metric.count > 0
+        value = jnp.where(counted, metric.total / jnp.where(counted, metric.count, 1.0), 0.0)
+        return Mean(value, counted.astype(jnp.float32))
+
+    return {name: one(metric) for name, metric in metrics.items()}
+
+
+def values(metrics: Metrics) -> dict[str, float]:
+    """Plain numbers for the log; NaN where nothing was counted."""
+
+    def value(metric):
+        if isinstance(metric, Mean):
+            return float(metric.total) / float(metric.count) if metric.count else float("nan")
+        return float(metric.value)
+
+    return {name: value(metric) for name, metric in jax.device_get(metrics).items()}
+
+
+def combine(first: Metrics, second: Metrics) -> Metrics:
+    """Pools two measurements with the same names."""
+    return pool(jax.tree.map(lambda a, b: jnp.stack([a, b]), first, second))
+
+
+def nothing_measured(shapes: Metrics) -> Metrics:
+    """What changes nothing when it is pooled with metrics of these shapes."""
+    start = {Mean: 0.0, Largest: -jnp.inf, Smallest: jnp.inf}
+    return {
+        name: jax.tree.map(lambda s, m=metric: jnp.full(s.shape, start[type(m)], s.dtype), metric)
+        for name, metric in shapes.items()
+    }

@@ -1,0 +1,250 @@
+"""report.html: all that a run left, on one page that asks for nothing from outside.
+
+It reads the run folder only, so that it can be written again at any time, for a run that stopped
+early as well. Whatever came from a model or a file is escaped; a completion may hold any tag.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any, NamedTuple
+
+import yaml
+
+from rlx.report.chart import Line, Point, line_chart, number_text
+from rlx.report.metrics import read_lines, write_atomically
+from rlx.report.progress import clock_time
+from rlx.report.samples import sample_browser
+from rlx.report.scores import score_table
+
+Row = Mapping[str, Any]
+
+
+class Chart(NamedTuple):
+    """One picture: metrics of one kind and one unit, at most three of them."""
+
+    title: str
+    unit: str
+    metrics: Mapping[str, str]
+    """Name of the metric -> label in the legend."""
+    kind: str = "train"
+    fractions: bool = False
+    errors: Mapping[str, str] = {}
+    """Name of the metric -> name of its standard error."""
+
+
+CHARTS = (
+    Chart("Reward in training", "reward", {"reward/mean": "mean"}),
+    Chart("Solve rate in training", "solved", {"solve_rate": "solved"}, fractions=True),
+    Chart(
+        "Held-out pass@1",
+        "pass@1",
+        {"pass@1": "sampled", "greedy/pass@1": "greedy"},
+        kind="eval",
+        fractions=True,
+        errors={"pass@1": "stderr", "greedy/pass@1": "greedy/stderr"},
+    ),
+    Chart(
+        "Groups with equal rewards",
+        "share",
+        {
+            "groups/all_equal": "equal",
+            "groups/all_right": "all right",
+            "groups/all_wrong": "all wrong",
+        },
+        fractions=True,
+    ),
+    Chart("Entropy", "nats a token", {"entropy": "entropy"}),
+    Chart("Completion length", "tokens", {"length/mean": "mean", "length/max": "max"}),
+    Chart("Cut by the length limit", "share", {"truncated": "truncated"}, fractions=True),
+    Chart("KL to the reference", "nats a token", {"kl": "KL"}),
+    Chart("Clipped tokens", "share", {"clip/low": "low", "clip/high": "high"}, fractions=True),
+    Chart(
+        "Gap between sampler and trainer",
+        "|delta log-prob|",
+        {"sampler_gap/mean": "mean", "sampler_gap/max": "max"},
+    ),
+    Chart("Gradient norm", "norm", {"gradient_norm": "gradient"}),
+    Chart("Learning rate", "rate", {"learning_rate": "learning rate"}),
+    Chart("Loss", "loss", {"loss": "loss"}),
+    Chart("Time of a step", "seconds", {"seconds": "step"}),
+)
+
+
+def write_report(run_folder: Path) -> Path:
+    """Writes `report.html` into the run folder and gives its path.
+
+    Raises ValueError where the folder is missing or holds no file of a run, and where a file that
+    it does hold cannot be read.
+    """
+    names = ("config.yaml", "metrics.jsonl", "summary.json")
+    if not any((run_folder / name).exists() for name in names):
+        raise ValueError(
+            f"Expected a run folder that holds {', '.join(names)}; found none of them in "
+            f"{run_folder}."
+        )
+    config_text = _text(run_folder / "config.yaml")
+    config = _config(config_text)
+    metrics = read_lines(run_folder / "metrics.jsonl")
+    samples = read_lines(run_folder / "samples.jsonl")
+    summary = _summary(run_folder / "summary.json")
+    name = _setting(config, "run", "name") or run_folder.resolve().name
+    page = Template(files("rlx.report").joinpath("page.html").read_text(encoding="utf-8"))
+    html = page.substitute(
+        title=escape(f"{name} - rlx"),
+        heading=escape(name),
+        facts=_facts(config, summary, metrics),
+        notice=_notice(summary, metrics),
+        scores=score_table(summary, metrics),
+        charts=_charts(metrics),
+        samples=sample_browser(samples),
+        config=_config_block(config_text),
+    )
+    path = run_folder / "report.html"
+    write_atomically(path, html)
+    return path
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+def _config(text: str) -> Row:
+    """Empty where the text is no YAML mapping: the page then shows it as it is."""
+    try:
+        config = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _setting(config: Row, section: str, key: str) -> str:
+    values = config.get(section)
+    value = values.get(key) if isinstance(values, dict) else None
+    return "" if value is None else str(value)
+
+
+def _summary(path: Path) -> Row:
+    if not path.exists():
+        return {}
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: expected JSON; {error}.") from error
+    if not isinstance(summary, dict):
+        raise ValueError(f"{path}: expected a JSON object; got {type(summary).__name__}.")
+    return summary
+
+
+def _train_lines(metrics: Sequence[Row]) -> list[Row]:
+    return [line for line in metrics if line["kind"] == "train"]
+
+
+def _facts(config: Row, summary: Row, metrics: Sequence[Row]) -> str:
+    train = _train_lines(metrics)
+    seconds = summary.get("seconds")
+    if seconds is None:
+        known = [line["seconds"] for line in train if line.get("seconds") is not None]
+        seconds = math.fsum(known) if known else None
+    taken = train[-1]["step"] if train else summary.get("steps")
+    wanted = _setting(config, "loop", "steps")
+    steps = "" if taken is None else f"{taken} of {wanted}" if wanted else str(taken)
+    facts = {
+        "Task": summary.get("task") or _setting(config, "task", "name"),
+        "Model": summary.get("model") or _setting(config, "model", "path"),
+        "Algorithm": summary.get("algorithm") or _setting(config, "algorithm", "name"),
+        "Steps": steps,
+        "Duration": "" if seconds is None else clock_time(seconds),
+        "Seed": _setting(config, "run", "seed"),
+        "Checkpoint": summary.get("checkpoint"),
+        "Final model": summary.get("hf"),
+    }
+    shown = "".join(
+        f"<div><dt>{name}</dt><dd>{escape(str(value))}</dd></div>"
+        for name, value in facts.items()
+        if value not in (None, "")
+    )
+    return f'<dl class="facts">{shown}</dl>'
+
+
+def _notice(summary: Row, metrics: Sequence[Row]) -> str:
+    if summary:
+        return ""
+    train = _train_lines(metrics)
+    until = f"Its last step is {train[-1]['step']}." if train else "It has not taken a step yet."
+    return (
+        '<p class="card notice">This run has left no summary: it is still going, or stopped '
+        f"early. {until}</p>"
+    )
+
+
+def _charts(metrics: Sequence[Row]) -> str:
+    known = {(chart.kind, name) for chart in CHARTS for name in chart.metrics}
+    known |= {(chart.kind, name) for chart in CHARTS for name in chart.errors.values()}
+    known |= {(kind, name) for kind in ("train", "eval") for name in ("step", "kind", "nonfinite")}
+    # In the order in which they first came.
+    others = dict.fromkeys((line["kind"], name) for line in metrics for name in line)
+    rest = []
+    for kind, name in (other for other in others if other not in known):
+        title = f"{name} (held-out)" if kind == "eval" else name
+        rest.append(_card(Chart(title, name, {name: name}, kind), metrics))
+    first = [_card(chart, metrics) for chart in CHARTS]
+    html = f'<h2>Curves</h2><div class="grid">{"".join(first)}</div>' if any(first) else ""
+    if any(rest):
+        html += (
+            '<h2>Further metrics</h2><details class="card"><summary>Every other metric that was '
+            f'logged ({sum(map(bool, rest))})</summary><div class="grid">{"".join(rest)}</div>'
+            "</details>"
+        )
+    return html
+
+
+def _card(chart: Chart, metrics: Sequence[Row]) -> str:
+    lines = []
+    for name, label in chart.metrics.items():
+        # By step: an evaluation that was done again counts once, with what it gave last.
+        points = {
+            line["step"]: _point(line, name, chart.errors.get(name))
+            for line in metrics
+            if line["kind"] == chart.kind and name in line
+        }
+        if points:
+            lines.append(Line(label, [points[step] for step in sorted(points)]))
+    picture = line_chart(chart.unit, lines, fractions=chart.fractions)
+    if not picture:
+        return ""
+    legend = "".join(
+        f'<span><i class="c{index}"></i>{escape(line.label)} '
+        f"<b>{_value(line.points[-1].value, chart.fractions)}</b></span>"
+        for index, line in enumerate(lines)
+    )
+    return (
+        f'<figure class="card"><h3>{escape(chart.title)}</h3>'
+        f'<span class="at"></span><div class="legend">{legend}</div>{picture}</figure>'
+    )
+
+
+def _point(line: Row, name: str, error_name: str | None) -> Point:
+    value, error = line[name], line.get(error_name) if error_name else None
+    if value is None or error is None:
+        return Point(line["step"], value)
+    return Point(line["step"], value, value - error, value + error)
+
+
+def _value(value: int | float | None, fractions: bool) -> str:
+    if value is None:
+        return "not finite"
+    return f"{100 * value:.1f}%" if fractions else number_text(value)
+
+
+def _config_block(text: str) -> str:
+    if not text:
+        return ""
+    return (
+        '<h2>Configuration</h2><details class="card"><summary>config.yaml, as it was resolved'
+        f"</summary><pre>{escape(text)}</pre></details>"
+    )

@@ -1,0 +1,220 @@
+"""The files a run leaves as it goes: metrics.jsonl, samples.jsonl, summary.json, TensorBoard.
+
+Every line is valid JSON and is flushed as it is written, so that a killed run loses at most the
+line it was writing. A resumed run first takes away what the interrupted one wrote past its
+checkpoint; each step then stands there once. Errors of the disk are not caught.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, SupportsFloat, SupportsInt, TextIO
+
+import numpy as np
+from tensorboardX import SummaryWriter
+
+KINDS = ("train", "eval")
+RESERVED = ("step", "kind", "nonfinite")
+SAMPLE_FIELDS = (
+    "prompt",
+    "completion",
+    "reward",
+    "components",
+    "correct",
+    "advantage",
+    "truncated",
+    "length",
+)
+
+
+class MetricsWriter:
+    """Writes a run's metrics, samples and summary into `folder`; closes its files on exit.
+
+    `resume_step` is the step of the checkpoint that the run goes on from; None is a fresh run, and
+    then a `folder` that already holds metrics or samples is refused (ValueError).
+    """
+
+    def __init__(self, folder: Path, *, tensorboard: bool, resume_step: int | None):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._last_step = dict.fromkeys(KINDS, -1)
+        self._open_files: dict[str, TextIO] = {}
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            kept = self._keep_up_to(name, resume_step)
+            if name == "metrics.jsonl":
+                for line in kept:
+                    self._last_step[line["kind"]] = line["step"]
+        self._events = None
+        if tensorboard:
+            # TensorBoard hides the events of steps >= purge_step that earlier files hold. The
+            # suffix keeps a resume within the same second from opening the very same file.
+            self._events = SummaryWriter(
+                str(folder / "tensorboard"),
+                purge_step=None if resume_step is None else resume_step + 1,
+                filename_suffix=f".{resume_step or 0}",
+            )
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(
+        self, step: SupportsInt, values: Mapping[str, SupportsFloat], kind: str = "train"
+    ) -> None:
+        """Appends one line; a value that is no finite number becomes null and is named in
+        `nonfinite`.
+
+        Raises ValueError for an unknown kind, a reserved name, a value that is no number, and a
+        step that goes backwards; a train step may not come twice either.
+        """
+        step = int(step)
+        if kind not in KINDS:
+            raise ValueError(f"Expected kind to be one of {', '.join(KINDS)}; got {kind!r}.")
+        last = self._last_step[kind]
+        if step < last or (kind == "train" and step == last):
+            raise ValueError(
+                f"Expected {kind} metrics of a step after {last}; got step {step} "
+                f"({self.folder / 'metrics.jsonl'} holds each step once, in order)."
+            )
+        numbers = {name: _number(name, value) for name, value in values.items()}
+        nonfinite = [name for name, number in numbers.items() if not math.isfinite(number)]
+        line: dict[str, Any] = {"step": step, "kind": kind}
+        line |= {
+            name: number if math.isfinite(number) else None for name, number in numbers.items()
+        }
+        if nonfinite:
+            line["nonfinite"] = nonfinite
+        self._append("metrics.jsonl", [line])
+        self._last_step[kind] = step
+        # After the line, not before: when the disk is full the line above raises, whereas
+        # tensorboardX loses its thread and would block once its queue has filled.
+        if self._events is not None:
+            for name, number in numbers.items():
+                if math.isfinite(number):
+                    self._events.add_scalar(f"{kind}/{name}", number, step)
+
+    def write_samples(self, step: SupportsInt, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Appends one line a row. A row has at least SAMPLE_FIELDS; `components` maps the name of
+        each part of the reward to its value. Further fields are kept as they are.
+
+        Raises ValueError for a row that lacks a field.
+        """
+        lines = []
+        for row in rows:
+            missing = [name for name in SAMPLE_FIELDS if name not in row]
+            if missing:
+                raise ValueError(
+                    f"Expected a sample to have {', '.join(SAMPLE_FIELDS)}; one of step {step} "
+                    f"lacks {', '.join(missing)}."
+                )
+            lines.append({"step": int(step), **json_safe(row)})
+        self._append("samples.jsonl", lines)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Replaces summary.json as a whole."""
+        text = json.dumps(json_safe(summary), indent=2, allow_nan=False)
+        write_atomically(self.folder / "summary.json", text + "\n")
+
+    def close(self) -> None:
+        for file in self._open_files.values():
+            file.close()
+        self._open_files.clear()
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+
+    def _append(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
+        if name not in self._open_files:
+            self._open_files[name] = (self.folder / name).open("a", encoding="utf-8")
+        for line in lines:
+            # ASCII escapes keep lone surrogates and odd line separators of a completion from
+            # breaking the file.
+            self._open_files[name].write(json.dumps(line, allow_nan=False) + "\n")
+        self._open_files[name].flush()
+
+    def _keep_up_to(self, name: str, resume_step: int | None) -> list[dict[str, Any]]:
+        path = self.folder / name
+        if not path.exists() or path.stat().st_size == 0:
+            return []
+        if resume_step is None:
+            raise ValueError(
+                f"Expected an empty run folder for a fresh run; {path} already holds an earlier "
+                "run. Resume that run, or choose another run.dir."
+            )
+        kept = [line for line in read_lines(path) if line["step"] <= resume_step]
+        write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
+        return kept
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a JSON-lines file of a run; none where the file is missing.
+
+    A last line without its line break was being written when the run died, and is dropped. Raises
+    ValueError, with the line's number, for any other line that is no JSON object with a step.
+    """
+    if not path.exists():
+        return []
+    *whole, _torn = path.read_bytes().split(b"\n")
+    lines = []
+    for number, text in enumerate(whole, start=1):
+        try:
+            line = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: expected JSON; {error}.") from error
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            raise ValueError(
+                f"{path}, line {number}: expected an object with a whole number `step`; "
+                f"got {text[:80].decode(errors='replace')}."
+            )
+        if path.name == "metrics.jsonl" and line.get("kind") not in KINDS:
+            raise ValueError(
+                f"{path}, line {number}: expected kind to be one of {', '.join(KINDS)}; "
+                f"got {line.get('kind')!r}."
+            )
+        lines.append(line)
+    return lines
+
+
+def json_safe(value: Any) -> Any:
+    """The value in JSON's own types: arrays and their scalars as numbers, NaN and inf as null."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): json_safe(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_safe(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    array = np.asarray(value)
+    if array.dtype.kind == "V":
+        array = array.astype(np.float64)  # bfloat16 and its like have no scalar of Python's own
+    if array.dtype.kind not in "biufU":
+        raise ValueError(f"Expected a value that JSON can hold; got {type(value).__name__}.")
+    return json_safe(array.tolist())
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """A reader, or a crash, sees the old file or the new one, never a part."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _number(name: str, value: SupportsFloat) -> float:
+    if name in RESERVED:
+        raise ValueError(f"{name!r} is a field of every metrics line and no name for a metric.")
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"Expected metric {name!r} to be one number; got {type(value).__name__}: {value!r:.80}."
+        ) from error

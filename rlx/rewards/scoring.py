@@ -1,0 +1,82 @@
+"""Scoring a file of completions: what `score` on the command line runs."""
+
+import json
+import math
+import os
+import tempfile
+from pathlib import Path
+
+from rlx.rewards import VERIFIERS, RowError, Score
+from rlx.tasks.files import read_json_lines
+
+
+def score_file(task_name: str, input: Path, output: Path) -> dict:
+    """Score each line's `completion` and write the line with its verdict added.
+
+    A line out has the fields of its line in, and `reward`, `correct`, each component and `reason`.
+    Where the verifier fails, `reward` and `correct` are null and `reason` tells why. Nothing is
+    written unless every line in has what the verifier needs (ValueError names file and line).
+
+    Returns `rows`, `failures`, `solve_rate` (failed rows stay in its denominator) and
+    `mean_reward` (of the rows that could be scored; null where none could).
+    """
+    if task_name not in VERIFIERS:
+        raise ValueError(f"There is no task {task_name!r}; known are {', '.join(VERIFIERS)}.")
+    located = read_json_lines(input)
+    if not located:
+        raise ValueError(f"{input} holds no rows.")
+    for place, row in located:
+        if not isinstance(row.get("completion"), str):
+            raise ValueError(
+                f"{place}: expected a text `completion`, got {row.get('completion')!r}."
+            )
+    verdicts = [_score(task_name, row, place) for place, row in located]
+    lines = [row | verdict for (_, row), verdict in zip(located, verdicts, strict=True)]
+    _write_lines(output, lines)
+
+    rewards = [verdict["reward"] for verdict in verdicts if verdict["reward"] is not None]
+    return {
+        "task": task_name,
+        "rows": len(verdicts),
+        "failures": len(verdicts) - len(rewards),
+        "solve_rate": sum(verdict["correct"] is True for verdict in verdicts) / len(verdicts),
+        "mean_reward": sum(rewards) / len(rewards) if rewards else None,
+        "output": str(output),
+    }
+
+
+def _score(task_name: str, row: dict, place: str) -> dict:
+    try:
+        score = VERIFIERS[task_name](row["completion"], row)
+        return _verdict(score)
+    except RowError as error:
+        raise ValueError(f"{place}: {error}") from error
+    except Exception as error:
+        reason = f"could not be scored: {type(error).__name__}: {error}"
+        return {"reward": None, "correct": None, "reason": reason}
+
+
+def _verdict(score: Score) -> dict:
+    if not math.isfinite(score.reward):
+        raise ValueError(f"the reward is {score.reward}")
+    # the component `correct`, where there is one, says the same as the verdict
+    return score.components | {
+        "reward": score.reward,
+        "correct": score.correct,
+        "reason": score.reason,
+    }
+
+
+def _write_lines(path: Path, rows: list[dict]) -> None:
+    # escaped to ASCII: a reader that cuts lines at U+2028 then finds none, and lone surrogates pass
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # beside its place, so that the move is atomic and no half-written file is ever seen there
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="ascii") as file:
+            file.write(text)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

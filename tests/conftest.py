@@ -1,0 +1,126 @@
+"""Models that several test files share: tiny, random, and with no field at its default."""
+
+import functools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import Array, Int
+
+from model.config import ModelConfig
+from model.qwen import initialise
+
+
+def scattered(params, seed, scale=0.3):
+    """The same tree with random leaves: a fresh model's biases are 0 and its norms 1."""
+    leaves, structure = jax.tree.flatten(params)
+    rng = np.random.default_rng(seed)
+    leaves = [jnp.asarray(rng.normal(size=x.shape) * scale, jnp.float32) for x in leaves]
+    return jax.tree.unflatten(structure, leaves)
+
+
+@pytest.fixture(scope="session")
+def tiny_config() -> ModelConfig:
+    """Every size differs from every other, and the last 4 of its 29 ids are no tokens."""
+    return ModelConfig(
+        family="qwen3",
+        vocab_size=29,
+        hidden_size=24,
+        intermediate_size=40,
+        num_layers=2,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=10,
+        rope_theta=4321.0,
+        norm_epsilon=3e-5,
+        tie_embeddings=False,
+        qkv_bias=True,
+        output_bias=True,
+        qk_norm=True,
+        max_positions=96,
+        num_tokens=25,
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_params(tiny_config):
+    return scattered(initialise(tiny_config, jax.random.key(0)), seed=1)
+
+
+class Prompts(NamedTuple):
+    tokens: Int[Array, "N P"]
+    positions: Int[Array, "N P"]
+
+
+def left_padded(texts, width, pad_id=0) -> Prompts:
+    tokens = np.full((len(texts), width), pad_id, np.int32)
+    positions = np.full((len(texts), width), -1, np.int32)
+    for row, ids in enumerate(texts):
+        tokens[row, width - len(ids) :] = ids
+        positions[row, width - len(ids) :] = np.arange(len(ids))
+    return Prompts(jnp.asarray(tokens), jnp.asarray(positions))
+
+
+@pytest.fixture(scope="session")
+def pad_left():
+    """Texts of ids -> tokens and positions, padded on the left to a width."""
+    return left_padded
+
+
+@pytest.fixture(scope="session")
+def prompts() -> Prompts:
+    """Three prompts in 6 columns: a full one, one of 3 tokens, one of a single token."""
+    return left_padded([[7, 3, 11, 20, 3, 1], [5, 0, 24], [9]], 6)
+
+
+class Checkpoint(NamedTuple):
+    folder: Path
+    reference: Any
+    """The same model in transformers."""
+    config: ModelConfig
+    params: Any
+
+
+SHAPE = {
+    "vocab_size": 67,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "rms_norm_eps": 3e-3,
+    "max_position_embeddings": 96,
+    "rope_parameters": {"rope_theta": 321.0, "rope_type": "default"},
+    "bos_token_id": 3,
+    "eos_token_id": 5,
+}
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """(model type, **fields) -> a random checkpoint that transformers wrote, made once."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from model.config import read_config
+    from model.load import load_params
+
+    @functools.cache
+    def make(model_type: str, **fields) -> Checkpoint:
+        torch.manual_seed(7)
+        config = AutoConfig.for_model(model_type, **SHAPE | fields)
+        reference = AutoModelForCausalLM.from_config(config).eval()
+        with torch.no_grad():
+            for name, parameter in reference.named_parameters():
+                parameter.copy_(torch.randn(parameter.shape) * 0.3 + ("norm" in name))
+        folder = tmp_path_factory.mktemp(model_type)
+        reference.save_pretrained(folder)
+        config = read_config(folder)
+        params = jax.tree.map(jnp.asarray, load_params(folder, config))
+        return Checkpoint(folder, reference, config, params)
+
+    return make

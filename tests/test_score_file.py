@@ -1,0 +1,76 @@
+"""Scoring a file of completions: all lines or none, and failures that stay visible."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlx.rewards import VERIFIERS
+from rlx.rewards.scoring import score_file
+
+RIGHT = "x</think><answer>1+2</answer>"
+
+
+def write_lines(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return path
+
+
+def test_a_file_is_scored_line_by_line(tmp_path):
+    rows = [
+        {"completion": RIGHT, "nums": [1, 2], "target": 3, "id": "a"},
+        {"completion": "<think>x\u2028</think><answer>1*2</answer>", "nums": [1, 2], "target": 3},
+    ]
+    source, result = write_lines(tmp_path / "in.jsonl", rows), tmp_path / "deep" / "out.jsonl"
+    summary = score_file("countdown", source, result)
+    lines = [json.loads(line) for line in result.read_text().splitlines()]
+    assert [line["correct"] for line in lines] == [True, False]
+    assert [line["format"] for line in lines] == [1.0, 1.0]
+    assert [line["reward"] for line in lines] == pytest.approx([1.1, 0.1])
+    assert [line["completion"] for line in lines] == [row["completion"] for row in rows]
+    assert lines[0]["id"] == "a" and lines[0]["reason"] == "correct"
+    assert (summary["rows"], summary["failures"], summary["solve_rate"]) == (2, 0, 0.5)
+    assert summary["mean_reward"] == pytest.approx(0.6)
+    assert list(result.parent.iterdir()) == [result]
+
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        ({"nums": [1, 2], "target": 3}, "completion"),
+        ({"completion": 5, "nums": [1, 2], "target": 3}, "completion"),
+        ({"completion": "", "target": 3}, "nums"),
+        ({"completion": "", "nums": [1, 2], "target": "3"}, "target"),
+    ],
+)
+def test_a_malformed_line_is_named_and_nothing_is_written(tmp_path, bad, named):
+    good = {"completion": "", "nums": [1, 2], "target": 3}
+    source, result = write_lines(tmp_path / "in.jsonl", [good, bad]), tmp_path / "out.jsonl"
+    with pytest.raises(ValueError, match=rf"in\.jsonl:2: .*`{named}`"):
+        score_file("countdown", source, result)
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_failed_rows_stay_in_the_denominator(tmp_path, monkeypatch):
+    def verifier(completion, row):
+        if row["target"] < 0:
+            raise RuntimeError("no luck")
+        return countdown(completion, row)
+
+    countdown = VERIFIERS["countdown"]
+    monkeypatch.setitem(VERIFIERS, "countdown", verifier)
+    right = {"completion": RIGHT, "nums": [1, 2], "target": 3}
+    wrong, failed = right | {"target": 4}, right | {"target": -1}
+    rows = [right] * 108 + [wrong] * 40 + [failed] * 24
+    source, result = write_lines(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    summary = score_file("countdown", source, result)
+    assert summary["solve_rate"] == pytest.approx(108 / 172)  # 108 / 148 if failures are dropped
+    assert summary["failures"] == 24
+    last = json.loads(result.read_text().splitlines()[-1])
+    assert last["reward"] is None and last["correct"] is None
+    assert "RuntimeError: no luck" in last["reason"]
+
+
+def test_an_unknown_task_is_refused_with_those_there_are(tmp_path):
+    with pytest.raises(ValueError, match=r"'countdwn'.*countdown"):
+        score_file("countdwn", tmp_path / "in.jsonl", tmp_path / "out.jsonl")

@@ -1,0 +1,261 @@
+"""The tokenizer: prompts encode as the checkpoint's own files say, or not at all."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as Raw
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from model.config import CheckpointError, from_hugging_face
+from model.tokenizer import check_ids, check_vocabulary, load_tokenizer
+
+QWEN3 = Path(__file__).parents[2] / "shared" / "data" / "qwen3_tokenizer"
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+# Qwen2.5's template, less its tools: a system turn is added where none is given.
+QWEN25_TEMPLATE = (
+    "{%- if messages[0]['role'] != 'system' %}"
+    "{{- '<|im_start|>system\\nYou are Qwen.<|im_end|>\\n' }}{%- endif %}"
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+USER = [{"role": "user", "content": "what is it?"}]
+
+
+def byte_level():
+    """A small tokenizer of Qwen's kind."""
+    raw = Raw(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    raw.train_from_iterator(["what is it? it is what it is"] * 4, trainer)
+    return raw
+
+
+def word_level():
+    raw = Raw(models.WordLevel({f"w{i}": i for i in range(10)} | {"<end>": 10}))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return raw
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Writes a tokenizer and the files beside it, as a checkpoint has them."""
+
+    def write(raw=None, *, config=None, generation=None, template=QWEN25_TEMPLATE, **special):
+        special = special or {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+        wrapped = PreTrainedTokenizerFast(tokenizer_object=raw or byte_level(), **special)
+        wrapped.chat_template = template
+        wrapped.save_pretrained(tmp_path)
+        for name, content in (("config", config), ("generation_config", generation)):
+            if content is not None:
+                (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        return tmp_path
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def qwen3():
+    if not QWEN3.is_dir():
+        pytest.skip("Qwen3's tokenizer is not beside the repository")
+    return load_tokenizer(QWEN3)
+
+
+def test_a_word_level_tokenizer_beside_a_qwen2_config_keeps_its_ids(folder):
+    """The class of the model type encodes every text of it to [], without a word."""
+    path = folder(
+        word_level(),
+        config={"model_type": "qwen2", "vocab_size": 16},
+        template=None,
+        eos_token="<end>",
+    )
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.encode_prompt("w5 w7 w9") == [5, 7, 9]
+    assert tokenizer.decode([5, 7, 9]) == "w5 w7 w9"
+    assert tokenizer.stop_ids == (10,) and len(tokenizer) == 11
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
+def test_every_family_encodes_as_tokenizer_json_says(folder, model_type):
+    raw = byte_level()
+    tokenizer = load_tokenizer(folder(raw, config={"model_type": model_type, "vocab_size": 400}))
+    text = "what  is\n\nit? 3.14 中文 <|im_end|>é"
+    assert tokenizer.encode(text) == raw.encode(text, add_special_tokens=False).ids
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_no_prompt_is_empty(folder):
+    tokenizer = load_tokenizer(folder())
+    with pytest.raises(ValueError, match="comes to no tokens"):
+        tokenizer.encode_prompt("")
+    with pytest.raises(ValueError, match="list of chat messages is empty"):
+        tokenizer.encode_prompt([])
+
+
+def test_text_gets_no_special_tokens_of_its_own(folder):
+    tokenizer = load_tokenizer(folder())
+    assert tokenizer.encode_prompt("it") == tokenizer.encode("it")
+    assert tokenizer.decode(tokenizer.encode_prompt("it is , it 's")) == "it is , it 's"
+
+
+def test_chat_prompts_have_the_templates_system_turn_and_the_assistants_header(folder):
+    path = folder()
+    tokenizer = load_tokenizer(path)
+    ids = tokenizer.encode_prompt(USER)
+    assert tokenizer.decode(ids) == (
+        "<|im_start|>system\nYou are Qwen.<|im_end|>\n"
+        "<|im_start|>user\nwhat is it?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    reference = AutoTokenizer.from_pretrained(path)
+    assert ids == reference.apply_chat_template(USER, add_generation_prompt=True, return_dict=False)
+
+
+@pytest.mark.parametrize("content", ["it is", "it is ", "it is\n", " ", ""])
+@pytest.mark.parametrize("trims", [False, True])
+def test_a_prefill_ends_exactly_where_its_text_ends(folder, content, trims):
+    """No end token, no newline of the template's; and no space is lost to a template that trims."""
+    template = QWEN25_TEMPLATE
+    if trims:
+        template = template.replace("message.content +", "message.content | trim +")
+    tokenizer = load_tokenizer(folder(template=template))
+    messages = [*USER, {"role": "assistant", "content": content}]
+    text = tokenizer.decode(tokenizer.encode_prompt(messages))
+    kept = content.lstrip() if trims else content
+    assert text.endswith(f"what is it?<|im_end|>\n<|im_start|>assistant\n{kept}")
+    assert messages[-1]["content"] == content
+
+
+def test_messages_without_a_template_are_refused(folder):
+    with pytest.raises(ValueError, match="no chat template"):
+        load_tokenizer(folder(template=None)).encode_prompt(USER)
+
+
+@pytest.mark.parametrize(
+    ("messages", "match"),
+    [
+        ([{"role": "user"}], "message 0 .*'content'"),
+        ([*USER, {"content": "a"}], "message 1 .*role"),
+    ],
+)
+def test_a_broken_message_is_shown(folder, messages, match):
+    with pytest.raises(ValueError, match=match):
+        load_tokenizer(folder()).encode_prompt(messages)
+
+
+def test_what_the_template_refuses_is_bad_input(folder):
+    tokenizer = load_tokenizer(folder(template="{{ raise_exception('no system turns') }}"))
+    with pytest.raises(ValueError, match="refuses the messages: no system turns"):
+        tokenizer.encode_prompt(USER)
+
+
+def test_stop_ids_are_those_of_generation_tokenizer_and_template(folder):
+    end, start, close = 0, 1, 2
+    path = folder(generation={"eos_token_id": [7, 8]})
+    assert load_tokenizer(path).stop_ids == (end, close, 7, 8)
+    path = folder(generation={"eos_token_id": 7}, template="{{ messages[0].content }}")
+    assert load_tokenizer(path).stop_ids == (end, 7)  # <|im_end|> is a token that nobody writes
+    path = folder(generation={}, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.stop_ids == (close,)  # padding is no stop merely because it pads
+    assert tokenizer.pad_id == end
+    assert start not in tokenizer.stop_ids
+
+
+def test_a_pad_that_is_also_the_end_still_stops(folder):
+    tokenizer = load_tokenizer(folder(eos_token="<|im_end|>", pad_token="<|im_end|>"))
+    assert tokenizer.pad_id == 2 and tokenizer.stop_ids == (2,)
+
+
+def test_without_generation_config_the_models_end_counts(folder):
+    path = folder(config={"model_type": "qwen2", "vocab_size": 400, "eos_token_id": 9})
+    assert 9 in load_tokenizer(path).stop_ids
+
+
+def test_a_tokenizer_without_a_pad_has_one_all_the_same(folder):
+    tokenizer = load_tokenizer(folder(eos_token="<|im_end|>"))
+    assert tokenizer.pad_id == 2
+
+
+def test_stop_ids_that_are_no_ids_are_refused(folder):
+    with pytest.raises(CheckpointError, match="must be an id or a list of ids"):
+        load_tokenizer(folder(generation={"eos_token_id": "<|im_end|>"}))
+    with pytest.raises(CheckpointError, match=r"\[5000\] are none of the tokenizer's 2\d\d ids"):
+        load_tokenizer(folder(generation={"eos_token_id": 5000}))
+
+
+def test_a_verifier_reads_no_text_after_the_stop(folder):
+    tokenizer = load_tokenizer(folder())
+    ids = tokenizer.encode("<answer>5</answer><|im_end|><answer>7</answer>")
+    assert tokenizer.decode_completion(ids) == "<answer>5</answer>"
+    assert tokenizer.decode(ids).endswith("<|im_end|><answer>7</answer>")
+    assert tokenizer.decode_completion(ids[:4]) == tokenizer.decode(ids[:4])
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(folder):
+    path = folder(config={"model_type": "qwen2", "vocab_size": 100})
+    with pytest.raises(CheckpointError, match="100 embedding rows"):
+        load_tokenizer(path)
+    (path / "config.json").unlink()
+    tokenizer = load_tokenizer(path)
+    check_vocabulary(tokenizer, small(len(tokenizer)))
+    with pytest.raises(CheckpointError, match="not of one checkpoint"):
+        check_vocabulary(tokenizer, small(len(tokenizer) - 1))
+
+
+def test_ids_outside_the_embedding_are_refused_on_the_host():
+    """On the device, id 4 of 3 would silently read the last row, and -1 wrap to it."""
+    check_ids([0, 2, 1], small(3))
+    for ids, place in (([1, 4], 1), ([3], 0), ([0, 0, -1], 2)):
+        with pytest.raises(ValueError, match=f"id {ids[place]} at place {place} .* of 3 "):
+            check_ids(ids, small(3))
+
+
+def small(vocab_size):
+    return from_hugging_face(
+        {"model_type": "llama", "vocab_size": vocab_size, "hidden_size": 8, "intermediate_size": 8}
+        | {"num_hidden_layers": 1, "num_attention_heads": 2}
+    )
+
+
+def test_missing_and_broken_files_are_said_so(tmp_path):
+    with pytest.raises(CheckpointError, match="no checkpoint folder"):
+        load_tokenizer(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match="holds no tokenizer"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json|cannot be used"):
+        load_tokenizer(tmp_path)
+
+
+def test_qwen3_encodes_as_its_file(qwen3):
+    raw = Raw.from_file(str(QWEN3 / "tokenizer.json"))
+    for text in ("Größe  e\u0301 中文", "x = 3.14\n\n\treturn  y", "<|im_start|>a<think>\n"):
+        assert qwen3.encode(text) == raw.encode(text, add_special_tokens=False).ids
+    assert len(qwen3) == 151669
+    assert qwen3.stop_ids == (151645,)  # 151643 only pads
+    assert qwen3.pad_id == 151643
+
+
+def test_qwen3_generation_prompt_follows_its_template(qwen3):
+    text = "<|im_start|>user\nwhat is it?<|im_end|>\n<|im_start|>assistant\n"
+    assert qwen3.render(USER) == text
+    assert qwen3.render(USER, enable_thinking=False) == text + "<think>\n\n</think>\n\n"
+    reference = AutoTokenizer.from_pretrained(QWEN3)
+    assert qwen3.encode_prompt(USER, enable_thinking=False) == reference.apply_chat_template(
+        USER, add_generation_prompt=True, enable_thinking=False, return_dict=False
+    )
+
+
+def test_qwen3_prefill_agrees_with_the_librarys_continuation(qwen3):
+    messages = [*USER, {"role": "assistant", "content": "The answer is "}]
+    reference = AutoTokenizer.from_pretrained(QWEN3)
+    assert qwen3.encode_prompt(messages) == reference.apply_chat_template(
+        messages, continue_final_message=True, return_dict=False
+    )
