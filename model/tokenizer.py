@@ -13,8 +13,6 @@ from model.config import CheckpointError, ModelConfig, read_json
 
 PROBE = "Hello  world,\n\n\tit's 3.14 (a+b)*c = 1234567?\r\n  Größe, e\u0301, 中文。 def f(x): "
 """Runs of spaces, digits, contractions, accents: where one kind of tokenizer gives away another."""
-CONTINUES = "\ue000continues\ue000"
-"""Marks the end of a prefill while the template renders it; private-use, so in nobody's text."""
 
 
 class Tokenizer:
@@ -33,6 +31,8 @@ class Tokenizer:
         self.stop_ids: tuple[int, ...] = tuple(sorted(stops))
         self._length = max(vocabulary.values()) + 1
         # Padding is known by position, never by id; any id in range serves.
+        self.end_id: int | None = inner.eos_token_id
+        """The stop token that ends a worked completion."""
         self.pad_id: int = next(
             id for id in (inner.pad_token_id, inner.eos_token_id, 0) if id is not None
         )
@@ -77,20 +77,18 @@ class Tokenizer:
             )
         _check_messages(messages)
         chat = [dict(message) for message in messages]
-        prefill = chat[-1]["role"] == "assistant"
-        if prefill:
-            # The library's own continuation drops the prefill's last spaces where the template
-            # trims; a mark that is no space keeps them, and shows where to cut.
-            chat[-1]["content"] += CONTINUES
+        # A prefill goes behind the generation prompt as it is. Rendered as a finished message it
+        # would be rewritten: Qwen3's template puts an empty think block before an open `<think>`.
+        prefill = chat.pop()["content"] if chat[-1]["role"] == "assistant" else ""
+        if not chat:
+            raise ValueError("The chat holds nothing but the start of the assistant's answer.")
         try:
             text = self.inner.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=not prefill, **template_arguments
+                chat, tokenize=False, add_generation_prompt=True, **template_arguments
             )
         except TemplateError as error:
             raise ValueError(f"The chat template refuses the messages: {error}") from None
-        if prefill and CONTINUES not in text:
-            raise ValueError("The chat template drops the assistant's message that it was to end.")
-        return text[: text.rindex(CONTINUES)] if prefill else text
+        return text + prefill
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids, special tokens and spaces as they stand."""

@@ -19,7 +19,9 @@ def group_normalised(
     be scored (NaN) are left out of the statistics and get 0.
     """
     if rewards.shape[1] < 2:
-        raise ValueError(f"group advantages need at least 2 samples a prompt, not {rewards.shape[1]}")
+        raise ValueError(
+            f"group advantages need at least 2 samples a prompt, not {rewards.shape[1]}"
+        )
     scored = jnp.isfinite(rewards)
     clean = jnp.where(scored, rewards, 0.0)
     count = jnp.sum(scored, axis=1, keepdims=True)

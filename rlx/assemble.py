@@ -1,6 +1,7 @@
 """From a configuration to the parts of a run: model, task, learner, plan."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,11 +13,9 @@ import model
 from model.config import ModelConfig, read_config
 from model.load import load_params
 from model.qwen import Qwen, initialise
-from model.sample import Filters
 from model.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from rlx.algorithms import ALGORITHMS, Algorithm
 from rlx.config import Config, hyper, offline, rows, updates
-from rlx.evaluate import Draw
 from rlx.optimizer import optimizer, schedule
 from rlx.rollout import Sampling
 from rlx.tasks import TASKS, Task
@@ -64,6 +63,16 @@ def load_policy(config: Config) -> Policy:
     else:
         params = jax.tree.map(jnp.asarray, load_params(folder, shape))
     return Policy(folder, shape, tokenizer, params, compute_dtype(config))
+
+
+def check_length(config: ModelConfig, prompts: Sequence[Sequence[int]], new_tokens: int) -> None:
+    """Raises ValueError where a prompt and its completion have no room in the model."""
+    longest = max(map(len, prompts))
+    if longest + new_tokens > config.max_positions:
+        raise ValueError(
+            f"sampling.max_new_tokens: the longest prompt has {longest} tokens, and with "
+            f"{new_tokens} more it goes beyond the model's {config.max_positions} positions."
+        )
 
 
 def compute_dtype(config: Config) -> jnp.dtype:
@@ -139,10 +148,3 @@ def step_mode(config: Config, policy: Policy) -> str:
         return config.loop.mode
     size = sum(leaf.size for leaf in jax.tree.leaves(policy.params))
     return "fused" if jax.process_count() == 1 and size <= SMALL_PARAMETERS else "staged"
-
-
-def evaluation_draw(config: Config) -> Draw:
-    settings = config.eval
-    filtered = settings.top_k or settings.top_p < 1 or settings.min_p
-    filters = Filters(settings.top_k, settings.top_p, settings.min_p) if filtered else None
-    return Draw(settings.samples if settings.temperature else 1, settings.temperature, filters)

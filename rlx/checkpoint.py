@@ -1,4 +1,4 @@
-"""Checkpoints of a training state, by orbax: written in the background, the last and the best kept."""
+"""Checkpoints of a training state, by orbax: saved in the background, the last and best kept."""
 
 from pathlib import Path
 
@@ -57,9 +57,7 @@ class Checkpoints:
         self.manager.check_for_errors()
         step = int(state.step)
         metrics = None if score is None else {SCORE: score}
-        saved = self.manager.save(
-            step, metrics=metrics, args=ocp.args.StandardSave(_plain(state))
-        )
+        saved = self.manager.save(step, metrics=metrics, args=ocp.args.StandardSave(_plain(state)))
         if not saved:
             raise RuntimeError(
                 f"Checkpoint {step} was not written: {self.folder} holds step {self.latest}."

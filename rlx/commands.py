@@ -15,8 +15,8 @@ from rlx import assemble
 from rlx.checkpoint import Checkpoints
 from rlx.config import Config, load
 from rlx.data import pad_left, prompt_width
-from rlx.evaluate import Draw, Sampler
-from rlx.loop import Heldout, first_and_last
+from rlx.evaluate import Draw, Heldout, Sampler
+from rlx.loop import first_and_last
 from rlx.report.metrics import write_atomically
 from rlx.tasks.files import read_json_lines
 from rlx.train import initial_state
@@ -50,13 +50,7 @@ def generate(config: Config, source: Path, output: Path, count: int) -> dict[str
     encoded = [
         prompt_ids(row, tokenizer, policy, f"{source}, row {i + 1}") for i, row in enumerate(rows)
     ]
-    longest = max(map(len, encoded))
-    limit = policy.config.max_positions
-    if longest + config.sampling.max_new_tokens > limit:
-        raise ValueError(
-            f"The longest prompt has {longest} tokens; with sampling.max_new_tokens="
-            f"{config.sampling.max_new_tokens} that is beyond the model's {limit} positions."
-        )
+    assemble.check_length(policy.config, encoded, config.sampling.max_new_tokens)
     settings = config.sampling
     filtered = settings.top_k or settings.top_p < 1 or settings.min_p
     filters = Filters(settings.top_k, settings.top_p, settings.min_p) if filtered else None

@@ -12,7 +12,9 @@ from rlx.rollout import Prompts
 from rlx.types import Batch
 
 
-def pad_left(texts: Sequence[Sequence[int]], width: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+def pad_left(
+    texts: Sequence[Sequence[int]], width: int, pad_id: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and positions `[len(texts), width]`; -1 marks padding."""
     tokens = np.full((len(texts), width), pad_id, np.int32)
     positions = np.full((len(texts), width), -1, np.int32)
@@ -22,9 +24,7 @@ def pad_left(texts: Sequence[Sequence[int]], width: int, pad_id: int) -> tuple[n
     return tokens, positions
 
 
-def encode_prompts(
-    rows: Sequence[Mapping], tokenizer: Tokenizer, *, limit: int
-) -> list[list[int]]:
+def encode_prompts(rows: Sequence[Mapping], tokenizer: Tokenizer, *, limit: int) -> list[list[int]]:
     """Each row's prompt as ids. Raises ValueError for one of more than `limit` tokens."""
     encoded = [tokenizer.encode_prompt(row["prompt"]) for row in rows]
     for i, ids in enumerate(encoded):
@@ -60,10 +60,10 @@ def worked_examples(
     max_new_tokens: int,
 ) -> Batch:
     """`copies` worked completions a row, ended by the stop token, as the whole data set of an
-    offline run. Rows whose completion is longer than `max_new_tokens` are left out; if none is left,
-    ValueError."""
+    offline run. Rows whose completion is longer than `max_new_tokens` are left out; ValueError if
+    none is left."""
     rng = random.Random(seed)
-    stop = tokenizer.inner.eos_token_id
+    stop = tokenizer.stop_ids[-1] if tokenizer.end_id is None else tokenizer.end_id
     pairs = []
     for prompt, row in zip(
         encode_prompts(rows, tokenizer, limit=max_prompt_tokens), rows, strict=True

@@ -4,18 +4,22 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Int, PyTree
 
 from model.config import ModelConfig
 from model.sample import Filters, Samples, sample
+from rlx import assemble
+from rlx.config import Config
+from rlx.data import encode_prompts, pad_left, prompt_width
 from rlx.rewards.blocks import last_answer
 from rlx.rewards.host import HostVerifier
 from rlx.rewards.score import Score
+from rlx.tasks import Task
 
 
 class Draw(NamedTuple):
@@ -198,3 +202,62 @@ def majority_right(texts: Sequence[Completion]) -> bool:
     return chosen.score is not None and chosen.score.correct
 
 
+def evaluation_draw(config: Config) -> Draw:
+    settings = config.eval
+    filtered = settings.top_k or settings.top_p < 1 or settings.min_p
+    filters = Filters(settings.top_k, settings.top_p, settings.min_p) if filtered else None
+    return Draw(settings.samples if settings.temperature else 1, settings.temperature, filters)
+
+
+class Heldout:
+    """The task's held-out problems, ready to be sampled at any parameters."""
+
+    def __init__(self, config: Config, policy: assemble.Policy, task: Task):
+        settings = config.eval
+        periodic = settings.problems if settings.every else 0
+        name = "problems" if periodic > settings.final_problems else "final_problems"
+        count = getattr(settings, name)
+        if len(task.heldout) < count:
+            raise ValueError(
+                f"eval.{name}: expected at most the task's {len(task.heldout)} held-out problems; "
+                f"came {count}."
+            )
+        self.rows = task.heldout[:count]
+        encoded = encode_prompts(
+            self.rows, policy.tokenizer, limit=config.sampling.max_prompt_tokens
+        )
+        assemble.check_length(policy.config, encoded, config.sampling.max_new_tokens)
+        self.tokens, self.positions = pad_left(
+            encoded, prompt_width(encoded), policy.tokenizer.pad_id
+        )
+        self.verifier = HostVerifier(
+            task.score, self.rows, policy.tokenizer.decode, policy.tokenizer.stop_ids
+        )
+        self.draw = evaluation_draw(config)
+        self.seed = config.run.seed
+        fewest = min(periodic or count, settings.final_problems) * self.draw.samples
+        self.sampler = Sampler(
+            policy.config,
+            dtype=policy.dtype,
+            stop_ids=policy.tokenizer.stop_ids,
+            pad_id=policy.tokenizer.pad_id,
+            max_new_tokens=config.sampling.max_new_tokens,
+            rows=min(settings.batch, fewest),
+        )
+
+    def texts(self, params: PyTree, problems: int, draw: Draw) -> list[Completion]:
+        samples = self.sampler(
+            params, self.tokens[:problems], self.positions[:problems], draw, self.seed
+        )
+        return completions(samples, self.verifier, draw.samples)
+
+    def evaluate(
+        self, params: PyTree, problems: int, *, greedy: bool
+    ) -> tuple[dict[str, Any], list[Completion]]:
+        """Metrics (with `greedy/...` beside them if asked) and the sampled texts."""
+        texts = self.texts(params, problems, self.draw)
+        metrics = summarise(texts, self.draw.samples)
+        if greedy and self.draw.temperature > 0:
+            best = summarise(self.texts(params, problems, Draw(1, 0.0)), 1)
+            metrics |= {f"greedy/{name}": best[name] for name in ("pass@1", "stderr", "truncated")}
+        return metrics, texts

@@ -5,75 +5,31 @@ import datetime
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import jax
-import numpy as np
 from jaxtyping import PyTree
 
 from model.load import export
 from rlx import assemble, ops
 from rlx.checkpoint import Checkpoints
 from rlx.config import Config, ConfigError, load, offline, resolved_yaml
-from rlx.data import encode_prompts, pad_left, prompt_pool, prompt_width, worked_examples
-from rlx.evaluate import Completion, Draw, Sampler, completions, summarise
+from rlx.data import encode_prompts, prompt_pool, worked_examples
+from rlx.evaluate import Heldout
 from rlx.report.html import write_report
 from rlx.report.metrics import MetricsWriter, read_lines
 from rlx.report.progress import Progress, Watch, clock_time
 from rlx.rewards.host import HostVerifier
 from rlx.rollout import Prompts
+from rlx.samples import heldout_samples, training_samples
 from rlx.tasks import Task
-from rlx.train import Preview, fused, initial_state, offline as offline_run, staged
+from rlx.train import fused, initial_state, staged
+from rlx.train import offline as offline_run
 
 MAY_CHANGE = ("run", "loop", "eval", "checkpoint", "log")
 """Sections that a resumed run may set anew; all others decide what is computed."""
-
-
-class Heldout:
-    """The task's held-out problems, ready to be sampled at any parameters."""
-
-    def __init__(self, config: Config, policy: assemble.Policy, task: Task):
-        count = max(config.eval.problems, config.eval.final_problems)
-        self.rows = task.heldout[:count]
-        encoded = encode_prompts(
-            self.rows, policy.tokenizer, limit=config.sampling.max_prompt_tokens
-        )
-        self.tokens, self.positions = pad_left(
-            encoded, prompt_width(encoded), policy.tokenizer.pad_id
-        )
-        self.verifier = HostVerifier(
-            task.score, self.rows, policy.tokenizer.decode, policy.tokenizer.stop_ids
-        )
-        self.draw = assemble.evaluation_draw(config)
-        self.seed = config.run.seed
-        fewest = min(config.eval.problems, config.eval.final_problems) * self.draw.samples
-        self.sampler = Sampler(
-            policy.config,
-            dtype=policy.dtype,
-            stop_ids=policy.tokenizer.stop_ids,
-            pad_id=policy.tokenizer.pad_id,
-            max_new_tokens=config.sampling.max_new_tokens,
-            rows=min(config.eval.batch, fewest),
-        )
-
-    def texts(self, params: PyTree, problems: int, draw: Draw) -> list[Completion]:
-        samples = self.sampler(
-            params, self.tokens[:problems], self.positions[:problems], draw, self.seed
-        )
-        return completions(samples, self.verifier, draw.samples)
-
-    def evaluate(
-        self, params: PyTree, problems: int, *, greedy: bool
-    ) -> tuple[dict[str, Any], list[Completion]]:
-        """Metrics (with `greedy/...` beside them if asked) and the sampled texts."""
-        texts = self.texts(params, problems, self.draw)
-        metrics = summarise(texts, self.draw.samples)
-        if greedy and self.draw.temperature > 0:
-            best = summarise(self.texts(params, problems, Draw(1, 0.0)), 1)
-            metrics |= {f"greedy/{name}": best[name] for name in ("pass@1", "stderr", "truncated")}
-        return metrics, texts
 
 
 class Stopwatch:
@@ -112,6 +68,7 @@ def online_stepper(
             f"batch.prompts is {config.batch.prompts}, but the task has only {len(encoded)} "
             "training prompts; a step draws each at most once."
         )
+    assemble.check_length(policy.config, encoded, config.sampling.max_new_tokens)
     pool = prompt_pool(encoded, tokenizer.pad_id, key)
     verifier = HostVerifier(task.score, task.train, tokenizer.decode, tokenizer.stop_ids)
     plan = assemble.make_plan(config, policy, verifier.components)
@@ -180,53 +137,6 @@ def check_resume(config: Config, folder: Path) -> None:
         changed.append(f"run.seed: the run began with {before['run']['seed']}")
     if changed:
         raise ConfigError(changed)
-
-
-def preview_rows(
-    preview: Preview, verifier: HostVerifier, prompts: Sequence[Any], count: int
-) -> list[dict[str, Any]]:
-    """The first `count` completions of a step, for samples.jsonl."""
-    rollout = jax.device_get(preview.rollout)
-    advantages = np.asarray(preview.advantages)
-    group = rollout.rewards.shape[1]
-    width = rollout.mask.shape[1]
-    rows = []
-    for row in range(min(count, len(rollout.mask))):
-        place = divmod(row, group)
-        length = int(rollout.mask[row].sum())
-        rows.append(
-            {
-                "prompt": prompts[int(rollout.rows[place[0]])],
-                "completion": verifier.text(rollout.tokens[row, -width:], length),
-                "reward": float(rollout.rewards[place]),
-                "components": dict(
-                    zip(verifier.components, map(float, rollout.components[place]), strict=True)
-                ),
-                "correct": bool(rollout.correct[place] == 1),
-                "advantage": float(advantages[row].sum() / max(1, advantages.shape[1])),
-                "truncated": bool(rollout.truncated[row]),
-                "length": length,
-            }
-        )
-    return rows
-
-
-def heldout_rows(
-    texts: Sequence[Completion], prompts: Sequence[Any], count: int
-) -> list[dict[str, Any]]:
-    return [
-        {
-            "prompt": prompts[c.problem],
-            "completion": c.text,
-            "reward": c.score and c.score.reward,
-            "components": dict(c.score.components) if c.score else {},
-            "correct": c.score and c.score.correct,
-            "advantage": None,
-            "truncated": c.truncated,
-            "length": len(c.ids),
-        }
-        for c in texts[:count]
-    ]
 
 
 def first_and_last(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -319,11 +229,16 @@ def train(config: Config, stream: TextIO) -> dict[str, Any]:
         )
         watch = Watch(progress.note)
 
+        preview = None
+
         def evaluate(step: int, problems: int, *, greedy: bool) -> dict[str, Any]:
             metrics, texts = heldout.evaluate(state.params, problems, greedy=greedy)
             writer.write(step, metrics, kind="eval")
-            prompts = [policy.tokenizer.render(row["prompt"]) for row in heldout.rows[:8]]
-            rows = heldout_rows(texts, prompts, min(config.log.samples, len(prompts)))
+            rows = heldout_samples(texts, heldout.rows, policy.tokenizer, config.log.samples)
+            if preview is not None:
+                rows += training_samples(
+                    preview, stepper.verifier, policy.tokenizer, config.log.samples
+                )
             if rows:
                 writer.write_samples(step, rows)
             progress.note(f"held-out at step {step}: {told(metrics)}")
@@ -389,9 +304,7 @@ def train(config: Config, stream: TextIO) -> dict[str, Any]:
         if interrupt.wanted:
             progress.note(f"stopped at step {step}; run.resume=true run.dir={folder} goes on.")
         else:
-            export(
-                folder / "hf", jax.device_get(state.params), policy.config, source=policy.folder
-            )
+            export(folder / "hf", jax.device_get(state.params), policy.config, source=policy.folder)
             summary["hf"] = str(folder / "hf")
         summary["seconds"] = round(time.monotonic() - begun, 1)
         writer.write_summary(summary)
@@ -427,5 +340,7 @@ def closing(summary: dict[str, Any], report: Path) -> str:
         lines.append(
             f"held-out pass@1 {first:.1%} -> {last:.1%} in {clock_time(summary['seconds'])}"
         )
-    lines += [f"report {report}", f"model  {summary['hf']}"] if summary["hf"] else [f"report {report}"]
+    lines += (
+        [f"report {report}", f"model  {summary['hf']}"] if summary["hf"] else [f"report {report}"]
+    )
     return "\n".join(lines)

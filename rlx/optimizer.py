@@ -26,9 +26,7 @@ def schedule(settings: OptimizerSettings, total: int) -> Callable:
     return optax.join_schedules([rise, decay], [warmup])
 
 
-def optimizer(
-    settings: OptimizerSettings, rate: Callable
-) -> optax.GradientTransformation:
+def optimizer(settings: OptimizerSettings, rate: Callable) -> optax.GradientTransformation:
     """Clipping by global norm, then AdamW or plain SGD. Biases and norms don't decay."""
     rules = {
         "adamw": lambda: optax.adamw(

@@ -75,10 +75,14 @@ def next_rows(
     index = cursor + jnp.arange(count)
     epoch, place = index // size, index % size
     first = cursor // size
-    orders = jax.vmap(lambda e: jax.random.permutation(jax.random.fold_in(pool.key, e), size))(
-        first + jnp.arange(2)
-    )
-    return orders[epoch - first, place], epoch
+
+    def order(e):
+        return jax.random.permutation(jax.random.fold_in(pool.key, e), size)
+
+    order_now = order(first)
+    # Sorting a large pool takes a share of a step; the second order is seldom needed.
+    order_next = jax.lax.cond(epoch[-1] > first, lambda: order(first + 1), lambda: order_now)
+    return jnp.where(epoch == first, order_now[place], order_next[place]), epoch
 
 
 def begin(sampling: Sampling, prompt_width: int, cursor: Int[Array, ""]) -> Pending:
@@ -100,9 +104,7 @@ def begin(sampling: Sampling, prompt_width: int, cursor: Int[Array, ""]) -> Pend
     )
     shapes = jax.eval_shape(lambda r: measure(sampling, r, jnp.ones(rows, bool)), rollout)
     zero = jnp.int32(0)
-    return Pending(
-        rollout, jnp.zeros(n, bool), cursor, zero, zero, ops.nothing_measured(shapes)
-    )
+    return Pending(rollout, jnp.zeros(n, bool), cursor, zero, zero, ops.nothing_measured(shapes))
 
 
 def sample_round(

@@ -178,7 +178,7 @@ RANGES: dict[str, FieldInfo] = {
     "heldout_size": Field(ge=1, description="problems to evaluate on"),
     "format_weight": Field(ge=0, le=1, description="reward for the form of the answer alone"),
     "language": Field(description="of the prompts"),
-    "give_up": Field(ge=0, le=1, description="chance to give up after a failed attempt, where worked"),
+    "give_up": Field(ge=0, le=1, description="worked examples: chance to give up after a miss"),
     "demonstrations": Field(ge=1, description="worked completions a training problem, for sft"),
     "numbers": Field(description="counts of numbers a problem may have, in equal shares"),
     "lowest": Field(description="least number of a problem"),

@@ -84,9 +84,7 @@ def gradients(
     return grads, value, ops.pool(metrics)
 
 
-def optimise(
-    learner: Learner, state: TrainState, batch: Batch
-) -> tuple[TrainState, Metrics]:
+def optimise(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """One optimizer update.
 
     Without an unmasked token, or with a gradient that is not finite, nothing changes, neither
@@ -157,13 +155,11 @@ def score(
     width: int,
 ) -> Float[Array, "B T"]:
     """Log-probabilities of the last `width` columns, by the same function that the loss uses."""
-    pieces = jax.tree.map(
-        lambda x: x.reshape(-1, learner.micro, x.shape[1]), (tokens, positions)
-    )
+    pieces = jax.tree.map(lambda x: x.reshape(-1, learner.micro, x.shape[1]), (tokens, positions))
     logprobs = jax.lax.map(
-        lambda piece: completion_outputs(
-            learner.model, params, *piece, width, learner.temperature
-        ).logprobs,
+        lambda piece: (
+            completion_outputs(learner.model, params, *piece, width, learner.temperature).logprobs
+        ),
         pieces,
     )
     return logprobs.reshape(tokens.shape[0], width)

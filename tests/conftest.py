@@ -14,12 +14,15 @@ from model.config import ModelConfig
 from model.qwen import initialise
 
 
-def scattered(params, seed, scale=0.3):
-    """The same tree with random leaves: a fresh model's biases are 0 and its norms 1."""
-    leaves, structure = jax.tree.flatten(params)
+def scattered(shapes, seed):
+    """Random leaves for a tree of shapes: a fresh model's biases are 0 and its norms 1."""
     rng = np.random.default_rng(seed)
-    leaves = [jnp.asarray(rng.normal(size=x.shape) * scale, jnp.float32) for x in leaves]
-    return jax.tree.unflatten(structure, leaves)
+
+    def leaf(path, shape):
+        values = rng.normal(size=shape.shape) * 0.3
+        return jnp.asarray(values + (path[-1].key == "scale"), jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(leaf, shapes)
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +50,8 @@ def tiny_config() -> ModelConfig:
 
 @pytest.fixture(scope="session")
 def tiny_params(tiny_config):
-    return scattered(initialise(tiny_config, jax.random.key(0)), seed=1)
+    shapes = jax.eval_shape(lambda key: initialise(tiny_config, key), jax.random.key(0))
+    return scattered(shapes, seed=1)
 
 
 class Prompts(NamedTuple):

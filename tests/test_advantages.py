@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toy import sampling
 
 from rlx.advantages import group_normalised, mixed
 from rlx.algorithms import ALGORITHMS
 from rlx.rollout import begin
-from toy import sampling
 
 NAN = float("nan")
 
@@ -50,7 +50,7 @@ def test_equal_rewards_get_exactly_zero(reward, size, epsilon):
     """0.2 has no exact float: the mean is off by 1.5e-8, and with an epsilon of 1e-8 that is an
     advantage of -0.58 for every row; a test of std > 0 would keep the group."""
     rewards = jnp.full((1, size), reward, jnp.float32)
-    for advantages in (group_normalised, jax.jit(group_normalised)):
+    for advantages in (group_normalised, jax.jit(group_normalised, static_argnames="epsilon")):
         np.testing.assert_array_equal(advantages(rewards, epsilon=epsilon), 0.0)
     assert not mixed(rewards).any()
 
@@ -96,9 +96,7 @@ def test_order_and_level_of_rewards_do_not_matter(rewards, order):
 def test_every_row_carries_the_advantage_of_its_own_reward(name):
     """Row i has reward i: a reshape the other way round would mix the prompts."""
     plan = sampling(prompts=4, samples=4)
-    rollout = begin(plan, 8, jnp.int32(0)).rollout._replace(
-        rewards=jnp.arange(16.0).reshape(4, 4)
-    )
+    rollout = begin(plan, 8, jnp.int32(0)).rollout._replace(rewards=jnp.arange(16.0).reshape(4, 4))
     advantages, returns = ALGORITHMS[name].advantages(rollout)
     assert advantages.shape == returns.shape == (16, 1)
     # Returns are rewards, not advantages.

@@ -57,12 +57,15 @@ def test_the_default_size_is_met_with_equal_shares():
     assert shares[3] == pytest.approx(8192, rel=0.05) and shares[4] == 16384 - shares[3]
 
 
-def test_heldout_problems_depend_on_the_seed_alone():
+def test_heldout_problems_depend_on_neither_seed_nor_size():
+    """A model that another seed's run has trained must not have seen them."""
     small, large = (load(seed=1, train_size=size, heldout_size=50) for size in (10, 500))
     assert small.heldout == large.heldout
     assert small.train == large.train[:10]
-    other = load(seed=2, train_size=10, heldout_size=50)
-    assert not set(keys(other.heldout)) & set(keys(small.heldout))
+    other = load(seed=2, train_size=500, heldout_size=50)
+    assert other.heldout == small.heldout
+    assert other.train[:10] != small.train
+    assert not set(keys(other.train)) & set(keys(small.heldout))
 
 
 def test_problems_are_the_same_in_every_process():

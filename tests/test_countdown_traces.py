@@ -62,7 +62,7 @@ def test_every_equation_in_a_trace_is_true_and_follows_from_the_last(row, seed):
             assert left[used] > 0
             left[used] -= 1
             value = {"+": a + b, "-": a - b, "*": a * b, "/": Fraction(a, b)}[operator]
-            assert value == rest and 0 < rest < LARGEST
+            assert value == rest and 0 < rest <= LARGEST
             remainder = rest
         if end != "no":
             assert VERIFIERS["countdown"](
@@ -74,7 +74,7 @@ def test_every_equation_in_a_trace_is_true_and_follows_from_the_last(row, seed):
 @pytest.mark.parametrize("give_up", [0.0, 0.35, 1.0])
 def test_persistence_wins(give_up):
     task = TASKS["countdown"](
-        seed=0, train_size=300, heldout_size=1, numbers=(3,), give_up=give_up
+        seed=0, train_size=300, heldout_size=1, numbers=(3,), highest=10, give_up=give_up
     )
     rng = random.Random(0)
     solved = sum(task.score(task.demonstrate(row, rng), row).correct for row in task.train)

@@ -26,9 +26,9 @@ ADVANTAGES = jnp.array([[0.707007], [-0.707007], [0.707007], [-0.707007]])
 UNEVEN_MASK = jnp.array([[1, 1, 1, 1], [1, 0, 0, 0]], bool)
 UNEVEN_LOSS = jnp.where(UNEVEN_MASK, jnp.array([[1.0], [3.0]]), 0.0)
 
-some_masks = st.lists(
-    st.lists(st.booleans(), min_size=4, max_size=4), min_size=3, max_size=3
-).map(lambda rows: jnp.array(rows, bool))
+some_masks = st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=3, max_size=3).map(
+    lambda rows: jnp.array(rows, bool)
+)
 
 
 def token_average(x):
@@ -53,7 +53,9 @@ def test_a_far_log_ratio_stays_finite(far):
     assert jnp.isfinite(ops.clipped_surrogate(ratio, -jnp.ones((1, 1)), 0.2, 0.2)).all()
 
 
-@pytest.mark.parametrize(("ratio", "advantage", "expected"), [(1.25, 1.0, -1.25), (0.75, -1.0, 0.8)])
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "expected"), [(1.25, 1.0, -1.25), (0.75, -1.0, 0.8)]
+)
 def test_the_upper_clip_is_the_wider_one(ratio, advantage, expected):
     """With the ends swapped the losses would be -1.20 and 0.75."""
     loss = ops.clipped_surrogate(jnp.array([[ratio]]), jnp.array([[advantage]]), 0.2, 0.28)
@@ -88,14 +90,24 @@ def test_k3_of_the_worked_example():
 
 @given(st.floats(-200, 200, width=32))
 def test_k3_is_never_negative(d):
-    """Clamped inside `exp` alone, k3 at d = 100 would still be finite, but exp(20) - 101; at
-    d = 1e9 it would be negative."""
+    """Formed as exp(d) - 1 - d, it falls to -6e-8 where d is small."""
     value = ops.k3(jnp.zeros((1, 1)), jnp.full((1, 1), d)).item()
     assert math.isfinite(value)
-    assert value >= 0.0
+    assert value >= -1e-7 * min(abs(d), 1e-6)
+
+
+def test_k3_of_a_small_shift_is_half_its_square():
+    """exp(d) - d - 1 in float32 gives 4.77e-7 or 5.96e-7."""
+    assert ops.k3(jnp.zeros((1, 1)), jnp.full((1, 1), 1e-3)).item() == pytest.approx(
+        5.0e-7, rel=1e-3
+    )
 
 
 def test_k3_clamps_d_in_both_places():
+    """At d = 1e9, clamped inside `exp` alone, k3 would be -5e8."""
+    assert ops.k3(jnp.zeros((1, 1)), jnp.full((1, 1), 1e9)).item() == pytest.approx(
+        4.85165e8, rel=1e-4
+    )
     assert ops.k3(jnp.zeros((1, 1)), jnp.full((1, 1), -30.0)).item() == pytest.approx(19.0)
     # In `exp` alone: 29.
 

@@ -1,4 +1,4 @@
-"""What the tests of algorithms and steps share: a tiny policy, a pool, a verifier, a step's plan."""
+"""What tests of algorithms and steps share: a tiny policy, a pool, a verifier, a plan."""
 
 import functools
 
@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from model.config import ModelConfig
 from model.qwen import Qwen, initialise
@@ -38,13 +39,24 @@ CONFIG = ModelConfig(
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """For a module that imports it: LLVM's passes are half of compiling programs this small."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @functools.cache
 def initial_params():
     """With noise on every leaf, biases included, so that a tiny model is far from uniform."""
     params = initialise(CONFIG, jax.random.key(0))
     rng = np.random.default_rng(0)
-    noise = lambda p: p + jnp.asarray(rng.normal(0, 0.2, p.shape), jnp.float32)
-    return jax.tree.map(noise, params)
+
+    def noisy(leaf):
+        return leaf + jnp.asarray(rng.normal(0, 0.2, leaf.shape), jnp.float32)
+
+    return jax.tree.map(noisy, params)
 
 
 def pool(count: int = 6, seed: int = 0) -> Prompts:

@@ -21,7 +21,8 @@ class Algorithm(NamedTuple):
     advantages: Callable | None
     """Rollout -> (advantages, returns), each [B 1] or [B T]. None: learns from given text."""
     loss: Callable
-    """(logprobs, old_logprobs, ref_logprobs, advantages, mask) -> (loss [B T] or [B 1], metrics)."""
+    """(logprobs, old_logprobs, ref_logprobs, advantages, mask) -> (loss, metrics); the loss is
+    [B T] or [B 1], unreduced."""
     weights: Callable
     """Mask of one update's rows -> [B 1] or [B T]; the scalar loss is sum(weights * loss)."""
     critic: bool = False
@@ -41,7 +42,8 @@ class Algorithm(NamedTuple):
         unknown = hyper.keys() - self.hyper_parameters().keys()
         if unknown:
             raise TypeError(
-                f"unknown hyper-parameter {sorted(unknown)}; known: {sorted(self.hyper_parameters())}"
+                f"unknown hyper-parameter {sorted(unknown)}; "
+                f"known: {sorted(self.hyper_parameters())}"
             )
 
         def fix(function):

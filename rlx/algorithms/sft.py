@@ -1,6 +1,6 @@
 """Supervised fine-tuning: the likelihood of given completions.
 
-    L = - sum_i,t log pi(o_i,t) / sum_i |o_i|
+L = - sum_i,t log pi(o_i,t) / sum_i |o_i|
 """
 
 from jaxtyping import Array, Bool, Float

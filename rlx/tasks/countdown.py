@@ -58,8 +58,8 @@ PROMPTS = {
     ),
     # the bundled nano model's: as few tokens as can be
     "brief": Prompt(
-        system="Reach the target with each number once.",
-        instruction=("Think in <think>, answer in <answer>. Numbers: {numbers}. Target: {target}."),
+        system="Use each number once.",
+        instruction="Write <think> and <answer> for {numbers} to make {target}.",
         prefill="<think>",
         separator=" ",
     ),
@@ -90,7 +90,8 @@ def load(
 
     Without files both are generated: `numbers` are the counts of numbers a problem may have, in
     equal shares, each number from `lowest` to `highest`; every problem has a solution.
-    The held-out problems depend on the seed and not on `train_size`.
+    The held-out problems depend on neither the seed nor `train_size`: runs with other seeds, and a
+    model trained before by another, are measured on the same problems.
 
     `file` gives the training rows, `heldout_file` the held-out ones (fields `nums` and `target`;
     or `input` "30,100,93" and `output` "23", the target). The sizes are then upper limits, and
@@ -120,7 +121,7 @@ def load(
         heldout = _last_distinct(source, heldout_size, file)
     else:
         # text seeds are hashed by SHA-512, which is the same in every process
-        rng = random.Random(f"countdown heldout {seed}")
+        rng = random.Random("countdown heldout")
         heldout = generate(draw, numbers, heldout_size, set(), rng)
     taken = {key(problem) for problem in heldout}
 

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from rlx.rewards.countdown import problem
 
-LARGEST = 10_000
-"""Remainders stay below this, so that the text stays short."""
+LARGEST = 100
+"""Of a remainder: longer ones are seldom of use, and cost a small model most of its arithmetic."""
 
 ADDITIVE, MULTIPLICATIVE = 1, 2
 
@@ -88,7 +88,7 @@ def attempts(
 
 
 def undo_moves(target: int, numbers: tuple[int, ...]) -> list[Undo]:
-    """Every step that may have been the last, with a whole positive remainder below LARGEST."""
+    """Every step that may have been the last, with a whole positive remainder up to LARGEST."""
     moves: dict[str, Undo] = {}
     for number in dict.fromkeys(numbers):
         place = numbers.index(number)
@@ -104,7 +104,7 @@ def undo_moves(target: int, numbers: tuple[int, ...]) -> list[Undo]:
         if target and number % target == 0:
             candidates.append(("a/rest", f"{number}/{target}", number // target))
         for form, undoing, rest in candidates:
-            if 0 < rest < LARGEST:
+            if 0 < rest <= LARGEST:
                 # one of a kind: for a number that equals the target, both divisions read alike
                 equation = f"{undoing}={rest}"
                 moves.setdefault(equation, Undo(equation, form, number, rest, left))

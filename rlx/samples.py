@@ -1,0 +1,68 @@
+"""What samples.jsonl shows of a run's text: completions of a training step, and held-out ones."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from model.tokenizer import Tokenizer
+from rlx.evaluate import Completion
+from rlx.rewards.host import HostVerifier
+from rlx.train import Preview
+
+
+def prompt_text(tokenizer: Tokenizer, row: Mapping[str, Any]) -> str:
+    """A row's prompt as the model reads it."""
+    prompt = row["prompt"]
+    return prompt if isinstance(prompt, str) else tokenizer.render(prompt)
+
+
+def training_samples(
+    preview: Preview, verifier: HostVerifier, tokenizer: Tokenizer, count: int
+) -> list[dict[str, Any]]:
+    """The first `count` completions of a step, for samples.jsonl."""
+    rollout = preview.rollout
+    group, width = rollout.rewards.shape[1], rollout.mask.shape[1]
+    texts = jax.device_get((rollout.tokens[:count, -width:], rollout.mask[:count]))
+    scores = jax.device_get((rollout.rewards, rollout.correct, rollout.components))
+    rewards, correct, components = (x.reshape(-1, *x.shape[2:]) for x in scores)
+    advantages, truncated, rows = jax.device_get(
+        (preview.advantages[:count], rollout.truncated[:count], rollout.rows)
+    )
+    return [
+        {
+            "split": "train",
+            "prompt": prompt_text(tokenizer, verifier.rows[int(rows[i // group])]),
+            "completion": verifier.text(tokens, int(mask.sum())),
+            "reward": float(rewards[i]),
+            "components": dict(zip(verifier.components, components[i].tolist(), strict=True)),
+            "correct": bool(correct[i]) if np.isfinite(correct[i]) else None,
+            "advantage": float(advantages[i].mean()),
+            "truncated": bool(truncated[i]),
+            "length": int(mask.sum()),
+        }
+        for i, (tokens, mask) in enumerate(zip(*texts, strict=True))
+    ]
+
+
+def heldout_samples(
+    texts: Sequence[Completion],
+    rows: Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer,
+    count: int,
+) -> list[dict[str, Any]]:
+    return [
+        {
+            "split": "heldout",
+            "prompt": prompt_text(tokenizer, rows[c.problem]),
+            "completion": c.text,
+            "reward": c.score.reward if c.score else None,
+            "components": c.score.components if c.score else {},
+            "correct": c.score.correct if c.score else None,
+            "advantage": None,
+            "truncated": c.truncated,
+            "length": len(c.ids),
+        }
+        for c in texts[:count]
+    ]

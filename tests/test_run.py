@@ -1,0 +1,209 @@
+"""The command line as a person uses it: whole runs on a tiny random model, in this process."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+import run
+from model.load import load_params
+from model.config import read_config
+
+NANO = "nano"
+SMALL = [
+    "task.highest=10",
+    "task.language=brief",
+    "task.train_size=64",
+    "task.heldout_size=8",
+    "sampling.max_new_tokens=24",
+    "sampling.max_prompt_tokens=64",
+    "batch.prompts=4",
+    "batch.samples=4",
+    "batch.minibatches=2",
+    "optimizer.learning_rate=1e-3",
+    "eval.every=0",
+    "eval.final_problems=8",
+    "eval.greedy=false",
+]
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """An empty recipe: every setting comes from the call."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text("run:\n  name: tiny\n")
+    return path
+
+
+def start(recipe, folder, *settings, command="train"):
+    return run.main([command, "--config", str(recipe), *SMALL, f"run.dir={folder}", *settings])
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def params_of(folder):
+    return load_params(folder / "hf", read_config(folder / "hf"))
+
+
+def test_a_run_leaves_what_the_design_names(recipe, tmp_path):
+    folder = tmp_path / "run"
+    assert start(recipe, folder, "loop.steps=2", "eval.every=1", "eval.problems=8") == 0
+    names = {path.name for path in folder.iterdir()}
+    assert names >= {
+        "config.yaml",
+        "summary.json",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "checkpoints",
+        "hf",
+        "report.html",
+        "tensorboard",
+    }
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["before"]["n"] == summary["after"]["n"] == 8
+    assert {"pass@1", "stderr"} <= summary["after"].keys()
+    assert Path(summary["hf"]).is_dir() and Path(summary["checkpoint"]).is_dir()
+    train = [line for line in lines(folder / "metrics.jsonl") if line["kind"] == "train"]
+    assert [line["step"] for line in train] == [1, 2]
+    assert [line["updates"] for line in train] == [2, 4]
+    assert [line["prompts_drawn"] for line in train] == [4, 8]
+    assert yaml.safe_load((folder / "config.yaml").read_text())["batch"]["prompts"] == 4
+
+
+@pytest.mark.parametrize("mode", ["fused", "staged"])
+def test_a_resumed_run_equals_the_run_that_was_not_stopped(recipe, tmp_path, mode):
+    """Bit for bit, with the same lines in metrics.jsonl, each step once."""
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    common = (f"loop.mode={mode}", "loop.chunk=1", "checkpoint.every=2", "log.tensorboard=false")
+    warm = ("optimizer.warmup_steps=3",)
+    assert start(recipe, whole, "loop.steps=4", *common, *warm) == 0
+    assert start(recipe, stopped, "loop.steps=2", *common, *warm) == 0
+    assert start(recipe, stopped, "loop.steps=4", *common, *warm, "run.resume=true") == 0
+    left, right = params_of(whole), params_of(stopped)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(left):
+        other = right
+        for key in path:
+            other = other[key.key]
+        np.testing.assert_array_equal(leaf, other)
+    timed = ("seconds", "tokens_per_second")
+
+    def steps(folder):
+        found = [x for x in lines(folder / "metrics.jsonl") if x["kind"] == "train"]
+        return [{k: v for k, v in x.items() if not k.startswith(timed)} for x in found]
+
+    assert steps(whole) == steps(stopped)
+
+
+def test_resume_refuses_other_settings_and_a_second_run_the_same_folder(recipe, tmp_path, capsys):
+    folder = tmp_path / "run"
+    assert start(recipe, folder, "loop.steps=1") == 0
+    assert start(recipe, folder, "loop.steps=1") == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert start(recipe, folder, "loop.steps=2", "run.resume=true", "algorithm.clip_high=0.3") == 2
+    assert "algorithm.clip_high: the run began with 0.28" in capsys.readouterr().err
+
+
+def test_grpo_with_its_reference_and_sft_run_from_the_command_line(recipe, tmp_path):
+    grpo = tmp_path / "grpo"
+    assert start(recipe, grpo, "algorithm.name=grpo", "loop.steps=2") == 0
+    kl = [x["kl"] for x in lines(grpo / "metrics.jsonl") if x["kind"] == "train"]
+    assert all(value is None or value >= 0 for value in kl)
+    sft = tmp_path / "sft"
+    code = run.main(
+        ["--config", str(recipe), *(s for s in SMALL if "samples" not in s), f"run.dir={sft}"]
+        + ["algorithm.name=sft", "loop.steps=4", "loop.chunk=2", "sampling.max_new_tokens=64"]
+    )
+    assert code == 0
+    nll = [x["nll"] for x in lines(sft / "metrics.jsonl") if x["kind"] == "train"]
+    assert len(nll) == 4
+
+
+def test_json_prints_one_object_and_nothing_else(recipe, tmp_path, capsys):
+    folder = tmp_path / "run"
+    assert start(recipe, folder, "--json", "loop.steps=1") == 0
+    out = capsys.readouterr().out
+    assert json.loads(out)["steps"] == 1
+
+
+def test_bad_input_ends_with_2_and_a_reason(capsys, tmp_path):
+    cases = [
+        (["batch.promts=3"], "batch.prompts"),
+        (["--config", str(tmp_path / "none.yaml")], "none.yaml"),
+        (["model.path=nowhere"], "nowhere"),
+        (["--nonsense"], "--nonsense"),
+        (["algorithm.name=sfd"], "did you mean sft"),
+        (["batch.prompts=64", "task.train_size=32"], "only 32"),
+        (["score", "--task", "countdown", "--input", "x.jsonl", "--output", "y.jsonl"], "x.jsonl"),
+    ]
+    for arguments, named in cases:
+        assert run.main([*arguments, f"run.dir={tmp_path / 'r'}"] if arguments[0] != "score" else arguments) == 2
+        assert named in capsys.readouterr().err
+
+
+def test_settings_may_stand_before_the_flags(capsys):
+    assert run.main(["loop.steps=7", "--print-config", "run.seed=3"]) == 0
+    out = capsys.readouterr().out
+    assert "steps: 7" in out and "seed: 3" in out and "eq. 8" in out
+
+
+def test_help_lists_every_setting(capsys):
+    assert run.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    for setting in ("batch.micro", "optimizer.learning_rate", "algorithm.clip_high", "task.numbers"):
+        assert setting in out
+
+
+def test_generate_writes_n_lines_a_prompt_in_order(tmp_path, capsys):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts = [
+        {"id": 1, "prompt": "1+1="},
+        {"id": 2, "messages": [{"role": "user", "content": "3 5 9 make 24"}]},
+        {"id": 3, "prompt_ids": [5, 6, 7]},
+    ]
+    source.write_text("\n".join(map(json.dumps, prompts)) + "\n")
+    arguments = ["generate", "--model", NANO, "--input", str(source), "--output", str(output)]
+    assert run.main([*arguments, "--n", "2", "--json", "sampling.max_new_tokens=8"]) == 0
+    assert json.loads(capsys.readouterr().out)["completions"] == 6
+    found = lines(output)
+    assert [line["id"] for line in found] == [1, 1, 2, 2, 3, 3]
+    for line in found:
+        assert len(line["token_ids"]) == len(line["logprobs"]) <= 8
+        assert line["finish_reason"] in ("stop", "length")
+        assert max(line["logprobs"]) <= 0
+    assert found[0]["token_ids"] != found[1]["token_ids"]
+
+
+def test_generate_names_the_line_that_is_wrong(tmp_path, capsys):
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "a"}\n{"prompt_ids": [99999]}\n')
+    arguments = ["generate", "--model", NANO, "--input", str(source), "--output", "/dev/null"]
+    assert run.main(arguments) == 2
+    assert "row 2" in capsys.readouterr().err
+
+
+def test_eval_tells_pass_at_k_and_majority(capsys):
+    arguments = ["eval", "--json", "eval.final_problems=8", "eval.samples=4"]
+    assert run.main([*arguments, "task.heldout_size=8", "sampling.max_new_tokens=24"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["n"] == 8
+    assert result["pass@1"] <= result["pass@2"] <= result["pass@4"]
+    assert {"maj@4", "stderr", "truncated", "greedy"} <= result.keys()
+
+
+def test_export_writes_a_checkpoint_of_the_run(recipe, tmp_path):
+    folder, output = tmp_path / "run", tmp_path / "out"
+    assert start(recipe, folder, "loop.steps=2", "checkpoint.every=1") == 0
+    arguments = ["export", "--run", str(folder), "--output", str(output)]
+    assert run.main([*arguments, "--step", "7"]) == 2
+    assert run.main(arguments) == 0
+    for left, right in zip(
+        jax.tree.leaves(params_of(folder)),
+        jax.tree.leaves(load_params(output, read_config(output))),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(left, right)
