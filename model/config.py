@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from model.errors import BadInput
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -38,7 +40,7 @@ class ModelConfig:
     Sampler and log-probabilities mask them alike. None: every id is a token."""
 
 
-class CheckpointError(ValueError):
+class CheckpointError(BadInput):
     """A checkpoint, or a tensor tree to be written as one, that is not what it must be."""
 
 
@@ -81,11 +83,14 @@ INERT = {
     # What the tensors are stored in; the files say it themselves.
     **dict.fromkeys(("dtype", "torch_dtype"), ANY),
     # The tokenizer's and the sampler's business (`model/tokenizer.py` reads the end-of-text id).
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), ANY),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"), ANY),
     **dict.fromkeys(("do_sample", "temperature", "top_k", "top_p", "repetition_penalty"), ANY),
     **dict.fromkeys(("max_length", "max_new_tokens"), ANY),
     # Where the file came from.
-    **dict.fromkeys(("_name_or_path", "transformers_version", "transformers.js_config"), ANY),
+    **dict.fromkeys(
+        ("_name_or_path", "_model_name_or_path", "transformers_version", "transformers.js_config"),
+        ANY,
+    ),
     **dict.fromkeys(("unsloth_fixed", "unsloth_version", "is_llama_config"), ANY),
     # How another library initialises, caches, returns and classifies.
     **dict.fromkeys(("initializer_range", "use_cache", "torchscript", "is_decoder"), ANY),

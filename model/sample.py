@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from model.config import ModelConfig
+from model.errors import BadInput
 from model.heads import logits
 from model.qwen import cast, decode, head_kernel, prefill, unstack
 
@@ -60,11 +61,11 @@ def sample(
     """G completions of each prompt, padded on its left to P >= 2; row b is of prompt b // G.
 
     A row depends on its own prompt and key alone. Temperature 0 is greedy; its log-probabilities
-    are those at temperature 1. Raises ValueError for P < 2.
+    are those at temperature 1. Raises BadInput for P < 2.
     """
     prompts, width = tokens.shape
     if width < 2:
-        raise ValueError(
+        raise BadInput(
             f"Prompts must be padded to at least 2 columns, and tokens is {list(tokens.shape)}."
         )
     group = keys.shape[1]

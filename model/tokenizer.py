@@ -10,6 +10,7 @@ from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from model.config import CheckpointError, ModelConfig, read_json
+from model.errors import BadInput
 
 PROBE = "Hello  world,\n\n\tit's 3.14 (a+b)*c = 1234567?\r\n  Größe, e\u0301, 中文。 def f(x): "
 """Runs of spaces, digits, contractions, accents: where one kind of tokenizer gives away another."""
@@ -59,19 +60,19 @@ class Tokenizer:
         """The ids of a prompt: text as it is, chat messages through the chat template.
 
         Messages that end with the assistant's are continued from where that message ends. Further
-        arguments, such as Qwen3's `enable_thinking`, go to the template. Raises `ValueError` for a
+        arguments, such as Qwen3's `enable_thinking`, go to the template. Raises `BadInput` for a
         prompt that comes to no ids, and for messages without a template.
         """
         text = prompt if isinstance(prompt, str) else self.render(prompt, **template_arguments)
         ids = self.encode(text)
         if not ids:
-            raise ValueError(f"The prompt {prompt!r} comes to no tokens at all.")
+            raise BadInput(f"The prompt {prompt!r} comes to no tokens at all.")
         return ids
 
     def render(self, messages: Sequence[Mapping[str, str]], **template_arguments: Any) -> str:
         """The text that the chat template makes of the messages, up to where the model goes on."""
         if not self.inner.chat_template:
-            raise ValueError(
+            raise BadInput(
                 "The prompt is a list of chat messages, and this tokenizer has no chat template; "
                 "give the prompt as text."
             )
@@ -81,13 +82,13 @@ class Tokenizer:
         # would be rewritten: Qwen3's template puts an empty think block before an open `<think>`.
         prefill = chat.pop()["content"] if chat[-1]["role"] == "assistant" else ""
         if not chat:
-            raise ValueError("The chat holds nothing but the start of the assistant's answer.")
+            raise BadInput("The chat holds nothing but the start of the assistant's answer.")
         try:
             text = self.inner.apply_chat_template(
                 chat, tokenize=False, add_generation_prompt=True, **template_arguments
             )
         except TemplateError as error:
-            raise ValueError(f"The chat template refuses the messages: {error}") from None
+            raise BadInput(f"The chat template refuses the messages: {error}") from None
         return text + prefill
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -127,13 +128,13 @@ def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:
 
 
 def check_ids(ids: Sequence[int], config: ModelConfig) -> None:
-    """Raises `ValueError` for ids outside the embedding.
+    """Raises `BadInput` for ids outside the embedding.
 
     On a device such an id is no error: indexing takes the last row, or wraps, without a word.
     """
     for place, id in enumerate(ids):
         if not 0 <= id < config.vocab_size:
-            raise ValueError(
+            raise BadInput(
                 f"Token id {id} at place {place} is outside the vocabulary of "
                 f"{config.vocab_size} (ids 0 to {config.vocab_size - 1})."
             )
@@ -149,13 +150,14 @@ def _check_length(tokenizer: Tokenizer, rows: int) -> None:
 
 def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
     if not messages:
-        raise ValueError("The list of chat messages is empty.")
+        raise BadInput("The list of chat messages is empty.")
     for place, message in enumerate(messages):
-        for name in ("role", "content"):
-            if not isinstance(message.get(name), str):
-                raise ValueError(
-                    f"Chat message {place} must have a text as its {name!r}, and is {message!r}."
-                )
+        parts = message if isinstance(message, Mapping) else {}
+        if not all(isinstance(parts.get(name), str) for name in ("role", "content")):
+            raise BadInput(
+                f"Chat message {place}: expected a mapping with the texts role and content; came "
+                f"{message!r}."
+            )
 
 
 def _inner(folder: Path) -> PreTrainedTokenizerBase:
@@ -211,7 +213,9 @@ def _stop_ids(folder: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
             value = read_json(folder / name).get("eos_token_id")
-            ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+            if value is None:
+                continue
+            ids = tuple(value) if isinstance(value, list) else (value,)
             if not all(type(id) is int for id in ids):
                 raise CheckpointError(
                     f"eos_token_id in {folder / name} must be an id or a list of ids, "

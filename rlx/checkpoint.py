@@ -69,13 +69,13 @@ class Checkpoints:
         self.manager.check_for_errors()
 
     def restore(self, like: TrainState, step: int | None = None) -> TrainState:
-        """The checkpoint of `step` (default: the newest), with the types and placing of `like`."""
-        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, _plain(like))
+        """The checkpoint of `step` (default: the newest), of the shapes and types of `like`, which
+        may be abstract."""
         restored = self.manager.restore(
-            self.latest if step is None else step, args=ocp.args.StandardRestore(target)
+            self.latest if step is None else step,
+            args=ocp.args.StandardRestore(jax.eval_shape(_plain, like)),
         )
-        key = jax.random.wrap_key_data(restored.key, impl=jax.random.key_impl(like.key))
-        return restored._replace(key=key)
+        return restored._replace(key=jax.random.wrap_key_data(restored.key))
 
 
 def _plain(state: TrainState) -> TrainState:

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from model.errors import BadInput
 from rlx.algorithms import ALGORITHMS
 from rlx.config_rules import Problem, training_problems
 from rlx.config_text import describe, expected, formula
@@ -35,7 +36,7 @@ __all__ = [
 TABLES = {"algorithm": ALGORITHMS, "task": TASKS}
 
 
-class ConfigError(ValueError):
+class ConfigError(BadInput):
     """Lists all problems of one configuration, a line each."""
 
     def __init__(self, problems: Iterable[str]):

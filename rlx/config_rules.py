@@ -46,7 +46,6 @@ def _ignored(config: Config, paths: list[str], because: str, cause: str) -> Iter
 def _offline(config: Config) -> Iterator[Problem]:
     name = config.algorithm.name
     unread = [f"rollout.{key}" for key in type(config.rollout).model_fields]
-    unread += [f"sampling.{key}" for key in ("temperature", "top_k", "top_p", "min_p")]
     yield from _ignored(config, unread, f"{name} samples nothing", "algorithm.name")
     if config.batch.samples != 1 and _is_set(config, "batch.samples"):
         yield Problem(
@@ -76,7 +75,7 @@ def _online(config: Config) -> Iterator[Problem]:
             yield Problem(
                 (f"sampling.{key}",),
                 f"expected {off} (off) in training, since {differs}: log-probabilities are of "
-                f"the full softmax; came {value} (evaluation has eval.{key})",
+                f"the full softmax; came {value}",
             )
     rollout = config.rollout
     if not rollout.dynamic_sampling:
@@ -85,6 +84,13 @@ def _online(config: Config) -> Iterator[Problem]:
             ["rollout.max_rounds"],
             "rollout.dynamic_sampling is false",
             "rollout.dynamic_sampling",
+        )
+    if rollout.old_logprobs == "current" and config.batch.epochs * config.batch.minibatches > 1:
+        yield Problem(
+            ("rollout.old_logprobs", "batch.epochs", "batch.minibatches"),
+            "expected auto, recompute or sampler, since a batch gets several updates "
+            f"(batch.epochs {config.batch.epochs}, batch.minibatches {config.batch.minibatches}); "
+            "came current",
         )
     if rollout.overlong_buffer > sampling.max_new_tokens:
         yield Problem(
@@ -140,6 +146,8 @@ def _optimizer(config: Config) -> Iterator[Problem]:
 
 
 def _loop(config: Config) -> Iterator[Problem]:
+    if config.run.resume and not config.run.dir:
+        yield Problem(("run.dir",), "expected the folder of the run to resume; came nothing")
     # Chunks end at absolute multiples of one length, so that a resumed run executes the same
     # programs; what happens between chunks can happen at such steps only.
     chunk = config.loop.chunk
@@ -162,9 +170,4 @@ def _evaluation(config: Config) -> Iterator[Problem]:
             ["eval.problems"],
             "eval.every is 0 (eval.final_problems counts those before and after)",
             "eval.every",
-        )
-    if evaluation.temperature == 0:
-        filters = [f"eval.{key}" for key in ("samples", "top_k", "top_p", "min_p")]
-        yield from _ignored(
-            config, filters, "eval.temperature 0 is greedy: one text a problem", "eval.temperature"
         )

@@ -1,14 +1,16 @@
 """From a task's rows to arrays: the pool of prompts, and worked examples as batches."""
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from model.errors import BadInput
 from model.tokenizer import Tokenizer
 from rlx.rollout import Prompts
+from rlx.tasks import Task
 from rlx.types import Batch
 
 
@@ -24,14 +26,17 @@ def pad_left(
     return tokens, positions
 
 
-def encode_prompts(rows: Sequence[Mapping], tokenizer: Tokenizer, *, limit: int) -> list[list[int]]:
-    """Each row's prompt as ids. Raises ValueError for one of more than `limit` tokens."""
+def encode_prompts(
+    rows: Sequence[Mapping], tokenizer: Tokenizer, limit: int, what: str
+) -> list[list[int]]:
+    """Each row's prompt as ids; `what` names the rows in an error. Raises BadInput for a prompt of
+    more than `limit` tokens."""
     encoded = [tokenizer.encode_prompt(row["prompt"]) for row in rows]
     for i, ids in enumerate(encoded):
         if len(ids) > limit:
-            raise ValueError(
-                f"The prompt of row {i} has {len(ids)} tokens, but sampling.max_prompt_tokens is "
-                f"{limit}. Raise it, or leave such rows out of the data."
+            raise BadInput(
+                f"sampling.max_prompt_tokens: {what} {i} has a prompt of {len(ids)} tokens, more "
+                f"than {limit}. Raise the setting, or leave such rows out of the data."
             )
     return encoded
 
@@ -50,32 +55,29 @@ def prompt_pool(
 
 
 def worked_examples(
-    rows: Sequence[Mapping],
-    demonstrate: Callable[[Mapping, random.Random], str],
+    task: Task,
+    prompts: Sequence[Sequence[int]],
     tokenizer: Tokenizer,
-    *,
-    copies: int,
     seed: int,
-    max_prompt_tokens: int,
     max_new_tokens: int,
 ) -> Batch:
-    """`copies` worked completions a row, ended by the stop token, as the whole data set of an
-    offline run. Rows whose completion is longer than `max_new_tokens` are left out; ValueError if
-    none is left."""
+    """The task's worked completions, each ended by the stop token, as one batch of all data.
+
+    `prompts` are the training rows' ids. Completions longer than `max_new_tokens` are left out;
+    BadInput if none is left.
+    """
     rng = random.Random(seed)
     stop = tokenizer.stop_ids[-1] if tokenizer.end_id is None else tokenizer.end_id
     pairs = []
-    for prompt, row in zip(
-        encode_prompts(rows, tokenizer, limit=max_prompt_tokens), rows, strict=True
-    ):
-        for _ in range(copies):
-            completion = [*tokenizer.encode(demonstrate(row, rng)), stop]
+    for prompt, row in zip(prompts, task.train, strict=True):
+        for _ in range(task.demonstrations):
+            completion = [*tokenizer.encode(task.demonstrate(row, rng)), stop]
             if len(completion) <= max_new_tokens:
                 pairs.append((prompt, completion))
     if not pairs:
-        raise ValueError(
-            f"None of the {len(rows)} worked completions fits into sampling.max_new_tokens="
-            f"{max_new_tokens}."
+        raise BadInput(
+            f"sampling.max_new_tokens: none of the worked completions fits into {max_new_tokens} "
+            "tokens."
         )
     width = prompt_width([prompt for prompt, _ in pairs])
     tokens, positions = pad_left([prompt for prompt, _ in pairs], width, tokenizer.pad_id)

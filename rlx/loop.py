@@ -1,158 +1,54 @@
-"""The host's side of a run: chunks of steps, and between them evaluation, files and checkpoints."""
+"""The host's side of a training run: chunks of steps, and between them evaluation and files."""
 
 import contextlib
 import datetime
+import math
 import signal
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 import jax
 from jaxtyping import PyTree
 
+from model.errors import BadInput
 from model.load import export
 from rlx import assemble, ops
 from rlx.checkpoint import Checkpoints
 from rlx.config import Config, ConfigError, load, offline, resolved_yaml
-from rlx.data import encode_prompts, prompt_pool, worked_examples
-from rlx.evaluate import Heldout
+from rlx.evaluate import nest_greedy
+from rlx.heldout import Heldout
 from rlx.report.html import write_report
 from rlx.report.metrics import MetricsWriter, read_lines
 from rlx.report.progress import Progress, Watch, clock_time
-from rlx.rewards.host import HostVerifier
-from rlx.rollout import Prompts
 from rlx.samples import heldout_samples, training_samples
-from rlx.tasks import Task
-from rlx.train import fused, initial_state, staged
-from rlx.train import offline as offline_run
+from rlx.stepper import offline_stepper, online_stepper
+from rlx.train import Preview, initial_state
 
-MAY_CHANGE = ("run", "loop", "eval", "checkpoint", "log")
-"""Sections that a resumed run may set anew; all others decide what is computed."""
+MAY_CHANGE = {
+    "run.name",
+    "run.dir",
+    "run.resume",
+    "loop.steps",
+    "loop.max_seconds",
+    "eval.every",
+    "eval.problems",
+    "eval.batch",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "checkpoint.keep_best",
+    "log.samples",
+    "log.tensorboard",
+}
+"""Settings that a resumed run may have anew. The others decide what is computed or compared."""
 
-
-class Stopwatch:
-    """Seconds of each phase since they were last taken."""
-
-    def __init__(self):
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    @contextlib.contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        start = time.monotonic()
-        yield
-        self.seconds[phase] += time.monotonic() - start
-
-    def take(self) -> dict[str, float]:
-        taken, self.seconds = dict(self.seconds), defaultdict(float)
-        return taken
-
-
-class Stepper(NamedTuple):
-    """One way to advance the state by a chunk."""
-
-    run: Callable
-    """(state, length) -> (state, stacked metrics, preview or None)."""
-    stopwatch: Stopwatch
-    verifier: HostVerifier | None
-
-
-def online_stepper(
-    config: Config, policy: assemble.Policy, task: Task, key: jax.Array, reference: PyTree | None
-) -> tuple[Stepper, Any]:
-    tokenizer = policy.tokenizer
-    encoded = encode_prompts(task.train, tokenizer, limit=config.sampling.max_prompt_tokens)
-    if len(encoded) < config.batch.prompts:
-        raise ValueError(
-            f"batch.prompts is {config.batch.prompts}, but the task has only {len(encoded)} "
-            "training prompts; a step draws each at most once."
-        )
-    assemble.check_length(policy.config, encoded, config.sampling.max_new_tokens)
-    pool = prompt_pool(encoded, tokenizer.pad_id, key)
-    verifier = HostVerifier(task.score, task.train, tokenizer.decode, tokenizer.stop_ids)
-    plan = assemble.make_plan(config, policy, verifier.components)
-    stopwatch = Stopwatch()
-    if assemble.step_mode(config, policy) == "fused":
-        step = fused(plan, verifier)
-    else:
-        step = staged(plan, verifier, stopwatch)
-
-    def run(state, length):
-        state, (metrics, preview) = step(state, reference, pool, length=length)
-        return state, metrics, preview
-
-    return Stepper(run, stopwatch, verifier), plan.learner
-
-
-def offline_stepper(
-    config: Config, policy: assemble.Policy, task: Task, key: jax.Array
-) -> tuple[Stepper, Any]:
-    if task.demonstrate is None:
-        raise ValueError(f"Task {task.name} has no worked examples to be fine-tuned on.")
-    data = worked_examples(
-        task.train,
-        task.demonstrate,
-        policy.tokenizer,
-        copies=task.demonstrations,
-        seed=config.run.seed,
-        max_prompt_tokens=config.sampling.max_prompt_tokens,
-        max_new_tokens=config.sampling.max_new_tokens,
-    )
-    if len(data.mask) < config.batch.prompts:
-        raise ValueError(
-            f"batch.prompts is {config.batch.prompts}, but there are only {len(data.mask)} worked "
-            "examples."
-        )
-    learner = assemble.make_learner(config, policy)
-    step = offline_run(learner, config.batch.prompts)
-    pool = Prompts(data.tokens, data.positions, key)
-
-    def run(state, length):
-        state, metrics = step(state, pool, data, length=length)
-        return state, metrics, None
-
-    return Stepper(run, Stopwatch(), None), learner
-
-
-def run_folder(config: Config) -> Path:
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    return Path(config.run.dir or f"runs/{config.run.name}-{stamp}")
-
-
-def check_resume(config: Config, folder: Path) -> None:
-    """Refuses to mix runs: settings that decide what is computed must be those of the folder."""
-    if not (folder / "config.yaml").exists():
-        raise ValueError(f"run.resume: expected a run in {folder}; there is no config.yaml in it.")
-    before = load(folder / "config.yaml", []).model_dump()
-    now = config.model_dump()
-    changed = [
-        f"{section}.{key}: the run began with {before[section].get(key)!r}, not {value!r}"
-        for section, settings in now.items()
-        if section not in MAY_CHANGE
-        for key, value in settings.items()
-        if before[section].get(key) != value
-    ]
-    if before["run"]["seed"] != now["run"]["seed"]:
-        changed.append(f"run.seed: the run began with {before['run']['seed']}")
-    if changed:
-        raise ConfigError(changed)
-
-
-def first_and_last(metrics: dict[str, Any]) -> dict[str, Any]:
-    """An evaluation as the summary tells it: greedy nested."""
-    nested = {name: value for name, value in metrics.items() if "/" not in name}
-    greedy = {
-        name.removeprefix("greedy/"): value
-        for name, value in metrics.items()
-        if name.startswith("greedy/")
-    }
-    return nested | ({"greedy": greedy} if greedy else {})
+NONFINITE_STEPS = 5
+"""So many successive steps without a finite gradient end the run."""
 
 
 class Interrupt:
-    """Turns SIGTERM and SIGINT into a wish that the loop reads at the end of a chunk; a second
-    one ends the process as ever."""
+    """Turns SIGTERM and SIGINT into a wish that the loop reads between chunks; a second one ends
+    the process as ever."""
 
     def __init__(self):
         self.wanted = False
@@ -172,36 +68,133 @@ class Interrupt:
         signal.signal(number, self._before[number])
 
 
-def train(config: Config, stream: TextIO) -> dict[str, Any]:
-    """A whole run; returns what summary.json holds. Progress goes to `stream`."""
-    begun = time.monotonic()
-
-    # ---- the parts -------------------------------------------------------------------------
-    policy = assemble.load_policy(config)
-    task = assemble.load_task(config)
-    heldout = Heldout(config, policy, task)
-    order_key, state_key = jax.random.split(jax.random.key(config.run.seed))
-    # A reference is the policy where it began; it is kept only where the loss reads it.
-    reference = policy.params if assemble.bound_algorithm(config).uses_reference() else None
-    if offline(config):
-        reference = None
-        stepper, learner = offline_stepper(config, policy, task, order_key)
-    else:
-        stepper, learner = online_stepper(config, policy, task, order_key, reference)
-    state = initial_state(policy.params, learner, state_key)
-    policy = policy._replace(params=None)
-
-    # ---- the folder ------------------------------------------------------------------------
-    folder = run_folder(config)
+def run_folder(config: Config) -> Path:
+    """Where the run's files go. Raises BadInput where they can't: the folder holds another run, or,
+    for a resume, none, or one that computed something else."""
+    if not config.run.dir:
+        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        return Path("runs") / f"{config.run.name}-{stamp}"
+    folder = Path(config.run.dir)
     if config.run.resume:
         check_resume(config, folder)
-    elif (folder / "config.yaml").exists():
-        raise ValueError(
+    elif any((folder / name).exists() for name in ("config.yaml", "checkpoints")):
+        raise BadInput(
             f"run.dir: {folder} already holds a run. Give run.resume=true to go on with it, or "
             "another run.dir."
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
+
+def check_resume(config: Config, folder: Path) -> None:
+    if not (folder / "config.yaml").exists():
+        raise BadInput(f"run.dir: expected a run to resume in {folder}; it has no config.yaml.")
+    before = load(folder / "config.yaml", []).model_dump()
+    may_change = MAY_CHANGE
+    if config.optimizer.schedule != "constant":
+        # A decay reaches its end at the last step: another number of steps bends it.
+        may_change = MAY_CHANGE - {"loop.steps"}
+    changed = [
+        f"{section}.{key}: the run began with {before[section].get(key)!r}, not {value!r}"
+        for section, settings in config.model_dump().items()
+        for key, value in settings.items()
+        if f"{section}.{key}" not in may_change and before[section].get(key) != value
+    ]
+    if changed:
+        raise ConfigError(changed)
+
+
+class Record:
+    """What is written of a run as it goes: lines for machines, lines for a person."""
+
+    def __init__(
+        self,
+        config: Config,
+        heldout: Heldout,
+        stepper: Any,
+        tokenizer: Any,
+        writer: MetricsWriter,
+        progress: Progress,
+    ):
+        self.config, self.heldout, self.stepper = config, heldout, stepper
+        self.tokenizer, self.writer, self.progress = tokenizer, writer, progress
+        self.watch = Watch(progress.note)
+        self.nonfinite_steps = 0
+        self._failures = 0
+
+    def evaluate(
+        self, step: int, params: PyTree, preview: Preview | None, problems: int, *, greedy: bool
+    ) -> dict[str, Any]:
+        """Evaluates, and writes the metrics and some samples, of training too where there are."""
+        metrics, texts = self.heldout.evaluate(params, problems, greedy=greedy)
+        self.writer.write(step, metrics, kind="eval")
+        count = self.config.log.samples
+        rows = heldout_samples(texts, self.heldout.rows, self.tokenizer, count)
+        if preview is not None:
+            rows += training_samples(preview, self.stepper.verifier, self.tokenizer, count)
+        if rows:
+            self.writer.write_samples(step, rows)
+        self.progress.note(f"held-out at step {step}: {told(metrics)}")
+        self._tell_failures(self.heldout.verifier)
+        return metrics
+
+    def steps(self, step: int, stacked: ops.Metrics, length: int, seconds: float) -> None:
+        """Writes the `length` steps after `step`, which took `seconds` together.
+
+        Raises FloatingPointError where the gradients have not been finite for long.
+        """
+        phases = self.stepper.stopwatch.take()
+        for i in range(length):
+            values = ops.values(jax.tree.map(lambda leaf, i=i: leaf[i], stacked))
+            values["seconds"] = seconds / length
+            values["tokens_per_second"] = values["tokens"] * length / seconds
+            for phase, share in phases.items():
+                values[f"seconds/{phase}"] = share / length
+                values[f"tokens_per_second/{phase}"] = values["tokens"] * length / share
+            self.writer.write(step + i + 1, values)
+            self.watch.update(step + i + 1, values)
+            self.progress.update(step + i + 1, values)
+            broken = values["skipped/nonfinite"] == 1.0
+            self.nonfinite_steps = self.nonfinite_steps + 1 if broken else 0
+            if self.nonfinite_steps == NONFINITE_STEPS:
+                raise FloatingPointError(
+                    f"No gradient was finite in the last {NONFINITE_STEPS} steps, up to step "
+                    f"{step + i + 1}; nothing was learnt in them. A lower optimizer.learning_rate "
+                    "or model.dtype=float32 may help."
+                )
+        if self.stepper.verifier is not None:
+            self._tell_failures(self.stepper.verifier)
+
+    def _tell_failures(self, verifier: Any) -> None:
+        if verifier.failures and not self._failures:
+            self.progress.note(f"WARNING: the verifier failed: {verifier.last_failure}")
+        self._failures += verifier.failures
+
+
+def train(config: Config, stream: TextIO) -> dict[str, Any]:
+    """A whole run; returns what summary.json holds. Progress goes to `stream`."""
+    begun = time.monotonic()
+    config = assemble.resolve(config)
+    folder = run_folder(config)
+
+    # ---- the parts -------------------------------------------------------------------------
+    keys = assemble.random_keys(config)
+    task = assemble.load_task(config)
+    policy = assemble.load_policy(config, keys.weights)
+    counts = {"eval.final_problems": config.eval.final_problems}
+    if config.eval.every:
+        counts["eval.problems"] = config.eval.problems
+    heldout = Heldout(config, policy, task, keys.evaluation, counts)
+    if offline(config):
+        stepper = offline_stepper(config, policy, task, keys.order)
+    else:
+        # The reference is the policy where it began; it is kept only where the loss reads it.
+        used = assemble.bound_algorithm(config).uses_reference()
+        reference = policy.params if used else None
+        stepper = online_stepper(config, policy, task, keys.order, reference)
+    state = initial_state(policy.params, stepper.learner, keys.steps)
+    policy = policy._replace(params=None)
+
+    # ---- the folder ------------------------------------------------------------------------
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(
             Checkpoints(
@@ -210,103 +203,81 @@ def train(config: Config, stream: TextIO) -> dict[str, Any]:
                 keep_best=config.checkpoint.keep_best,
             )
         )
-        start = 0
+        step = 0
         if config.run.resume and checkpoints.latest is not None:
-            state = checkpoints.restore(state)
-            start = int(state.step)
+            # Only its shapes are kept, so that two states are never in memory at once.
+            shapes = jax.eval_shape(lambda fresh: fresh, state)
+            del state
+            state = checkpoints.restore(shapes)
+            step = int(state.step)
         (folder / "config.yaml").write_text(resolved_yaml(config))
         writer = stack.enter_context(
             MetricsWriter(
                 folder,
                 tensorboard=config.log.tensorboard,
-                resume_step=start if config.run.resume else None,
+                resume_step=step if config.run.resume else None,
             )
         )
         interrupt = stack.enter_context(Interrupt())
         chunk = config.loop.chunk
+        deadline = begun + config.loop.max_seconds if config.loop.max_seconds else math.inf
         progress = stack.enter_context(
-            Progress(config.loop.steps, stream=stream, start=start, chunk=chunk)
+            Progress(config.loop.steps, stream=stream, start=step, chunk=chunk, deadline=deadline)
         )
-        watch = Watch(progress.note)
-
-        preview = None
-
-        def evaluate(step: int, problems: int, *, greedy: bool) -> dict[str, Any]:
-            metrics, texts = heldout.evaluate(state.params, problems, greedy=greedy)
-            writer.write(step, metrics, kind="eval")
-            rows = heldout_samples(texts, heldout.rows, policy.tokenizer, config.log.samples)
-            if preview is not None:
-                rows += training_samples(
-                    preview, stepper.verifier, policy.tokenizer, config.log.samples
-                )
-            if rows:
-                writer.write_samples(step, rows)
-            progress.note(f"held-out at step {step}: {told(metrics)}")
-            return metrics
+        record = Record(config, heldout, stepper, policy.tokenizer, writer, progress)
+        for note in stepper.notes:
+            progress.note(note)
 
         # ---- before ------------------------------------------------------------------------
-        final = config.eval.final_problems
-        before = first_evaluation(folder) if start else None
+        final, greedy = config.eval.final_problems, config.eval.greedy
+        before = first_evaluation(folder)
         if before is None:
-            before = evaluate(start, final, greedy=config.eval.greedy)
+            progress.note(f"{folder}: evaluating on {final} held-out problems")
+            before = record.evaluate(step, state.params, None, final, greedy=greedy)
 
         # ---- chunks ------------------------------------------------------------------------
-        step, after, saved = start, None, start
-        while step < config.loop.steps:
+        preview, saved = None, step
+        finished = step >= config.loop.steps
+        while not finished and not interrupt.wanted:
             chunk_begun = time.monotonic()
             length = chunk - step % chunk
             state, stacked, preview = stepper.run(state, length)
             stacked = jax.device_get(stacked)
-            seconds = (time.monotonic() - chunk_begun) / length
-            phases = {
-                f"seconds/{phase}": value / length
-                for phase, value in stepper.stopwatch.take().items()
-            }
-            for i in range(length):
-                values = ops.values(jax.tree.map(lambda leaf, i=i: leaf[i], stacked))
-                values |= {"seconds": seconds, **phases}
-                values["tokens_per_second"] = values["tokens"] / seconds
-                writer.write(step + i + 1, values)
-                watch.update(step + i + 1, values)
-                progress.update(step + i + 1, values)
+            record.steps(step, stacked, length, time.monotonic() - chunk_begun)
             step += length
-            last = step >= config.loop.steps or interrupt.wanted
-            if config.loop.max_seconds and time.monotonic() - begun > config.loop.max_seconds:
-                last = True
+            finished = step >= config.loop.steps or time.monotonic() >= deadline
             score = None
-            if last and not interrupt.wanted:
-                after = evaluate(step, final, greedy=config.eval.greedy)
-                score = after["pass@1"]
-            elif config.eval.every and step % config.eval.every == 0:
-                score = evaluate(step, config.eval.problems, greedy=False)["pass@1"]
-            if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
+            if not finished and config.eval.every and step % config.eval.every == 0:
+                problems = config.eval.problems
+                metrics = record.evaluate(step, state.params, preview, problems, greedy=False)
+                score = metrics["pass@1"]
+            if not finished and config.checkpoint.every and step % config.checkpoint.every == 0:
                 checkpoints.save(state, score)
                 saved = step
-            if last:
-                break
 
         # ---- after -------------------------------------------------------------------------
-        if after is None and not interrupt.wanted:
-            after = evaluate(step, final, greedy=config.eval.greedy)
+        if saved != step or checkpoints.latest is None:
+            checkpoints.save(state, None)
+        after = None
+        if finished:
+            after = record.evaluate(step, state.params, preview, final, greedy=greedy)
+            weights = jax.device_get(state.params)
+            export(folder / "hf", weights, policy.config, source=policy.folder)
+        else:
+            progress.note(f"stopped at step {step}; run.resume=true run.dir={folder} goes on")
         checkpoints.wait()
         summary = {
             "task": config.task.name,
             "model": config.model.path,
             "algorithm": config.algorithm.name,
             "steps": step,
-            "before": first_and_last(before),
-            "after": first_and_last(after) if after else None,
+            "before": nest_greedy(before),
+            "after": nest_greedy(after) if after else None,
             "seconds": round(time.monotonic() - begun, 1),
-            "checkpoint": str(folder / "checkpoints" / str(saved)),
-            "hf": None,
+            "checkpoint": str(folder / "checkpoints" / str(step)),
+            "hf": str(folder / "hf") if finished else None,
             "run": str(folder),
         }
-        if interrupt.wanted:
-            progress.note(f"stopped at step {step}; run.resume=true run.dir={folder} goes on.")
-        else:
-            export(folder / "hf", jax.device_get(state.params), policy.config, source=policy.folder)
-            summary["hf"] = str(folder / "hf")
-        summary["seconds"] = round(time.monotonic() - begun, 1)
         writer.write_summary(summary)
     report = write_report(folder)
     print(closing(summary, report), file=stream)
@@ -315,6 +286,8 @@ def train(config: Config, stream: TextIO) -> dict[str, Any]:
 
 def first_evaluation(folder: Path) -> dict[str, Any] | None:
     """The evaluation at step 0, as an interrupted run left it."""
+    if not (folder / "metrics.jsonl").exists():
+        return None
     lines = read_lines(folder / "metrics.jsonl")
     found = [line for line in lines if line["kind"] == "eval" and line["step"] == 0]
     return {k: v for k, v in found[-1].items() if k not in ("step", "kind")} if found else None
@@ -334,13 +307,13 @@ def told(metrics: dict[str, Any]) -> str:
 
 
 def closing(summary: dict[str, Any], report: Path) -> str:
-    lines = []
+    """The last lines that a person reads."""
+    lines = [f"report {report}"]
     if summary["after"]:
-        first, last = summary["before"]["pass@1"], summary["after"]["pass@1"]
-        lines.append(
-            f"held-out pass@1 {first:.1%} -> {last:.1%} in {clock_time(summary['seconds'])}"
+        first, last = (
+            f"{score['pass@1']:.1%} ± {score['stderr']:.1%}"
+            for score in (summary["before"], summary["after"])
         )
-    lines += (
-        [f"report {report}", f"model  {summary['hf']}"] if summary["hf"] else [f"report {report}"]
-    )
+        lines.insert(0, f"held-out pass@1 {first} -> {last} in {clock_time(summary['seconds'])}")
+        lines.append(f"model  {summary['hf']}")
     return "\n".join(lines)

@@ -64,6 +64,13 @@ def k3(logprobs: Float[Array, "B T"], ref_logprobs: Float[Array, "B T"]) -> Floa
     return jnp.expm1(d) - d
 
 
+def clamped_share(
+    logprobs: Float[Array, "B T"], base: Float[Array, "B T"], mask: Bool[Array, "B T"]
+) -> Mean:
+    """How many tokens `log_ratio` clamps."""
+    return mean(jnp.abs(logprobs - base) >= LOG_RATIO_LIMIT, mask)
+
+
 # Reductions: weights of the mask alone, for all rows of one optimizer update. A row without an
 # unmasked token weighs nothing and is not counted.
 
@@ -85,6 +92,16 @@ def mean(x: Bool[Array, "B #T"] | Float[Array, "B #T"], mask: Bool[Array, "B T"]
     """The mean over unmasked tokens, as a sum and a count."""
     total = jnp.sum(jnp.where(mask, x, 0), dtype=jnp.float32)
     return Mean(total, jnp.sum(mask, dtype=jnp.float32))
+
+
+def deviation(x: Float[Array, "B #T"], mask: Bool[Array, "B #T"]) -> Mean:
+    """The standard deviation of what is unmasked, weighted by its count. It centres first: the
+    mean of squares less the square of the mean would find one among equal values in float32."""
+    count = jnp.sum(mask, dtype=jnp.float32)
+    divisor = jnp.maximum(count, 1.0)
+    clean = jnp.where(mask, x, 0.0)
+    centred = jnp.where(mask, x - jnp.sum(clean) / divisor, 0.0)
+    return Mean(jnp.sqrt(jnp.sum(centred**2) / divisor) * count, count)
 
 
 def scalar_metric(x: Shaped[Array, ""] | float) -> Mean:

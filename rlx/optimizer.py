@@ -9,40 +9,40 @@ from jaxtyping import PyTree
 from rlx.settings import OptimizerSettings
 
 
-def schedule(settings: OptimizerSettings, total: int) -> Callable:
+def schedule(optimizer: OptimizerSettings, total: int) -> Callable:
     """Learning rate by optimizer updates made; the first of `total` updates already moves."""
-    peak, warmup = settings.learning_rate, settings.warmup_steps
-    last = peak * settings.final_fraction
+    peak, warmup = optimizer.learning_rate, optimizer.warmup_steps
+    last = peak * optimizer.final_fraction
     decay = {
         "constant": lambda: optax.constant_schedule(peak),
         "linear": lambda: optax.linear_schedule(peak, last, total - warmup),
         "cosine": lambda: optax.cosine_decay_schedule(
-            peak, total - warmup, settings.final_fraction
+            peak, total - warmup, optimizer.final_fraction
         ),
-    }[settings.schedule]()
+    }[optimizer.schedule]()
     if warmup < 2:
         return decay
     rise = optax.linear_schedule(peak / warmup, peak, warmup - 1)
     return optax.join_schedules([rise, decay], [warmup])
 
 
-def optimizer(settings: OptimizerSettings, rate: Callable) -> optax.GradientTransformation:
+def make_optimizer(optimizer: OptimizerSettings, rate: Callable) -> optax.GradientTransformation:
     """Clipping by global norm, then AdamW or plain SGD. Biases and norms don't decay."""
     rules = {
         "adamw": lambda: optax.adamw(
             rate,
-            settings.b1,
-            settings.b2,
-            settings.eps,
-            weight_decay=settings.weight_decay,
+            optimizer.b1,
+            optimizer.b2,
+            optimizer.eps,
+            weight_decay=optimizer.weight_decay,
             mask=matrices,
         ),
         "sgd": lambda: optax.sgd(rate),
     }
-    rule = rules[settings.name]()
-    if not settings.clip_norm:
+    rule = rules[optimizer.name]()
+    if not optimizer.clip_norm:
         return rule
-    return optax.chain(optax.clip_by_global_norm(settings.clip_norm), rule)
+    return optax.chain(optax.clip_by_global_norm(optimizer.clip_norm), rule)
 
 
 def matrices(params: PyTree) -> PyTree:

@@ -142,7 +142,7 @@ def sample_round(
     return samples, rows
 
 
-def assemble(
+def join(
     sampling: Sampling,
     pool: Prompts,
     rows: Int[Array, " N"],
@@ -188,7 +188,7 @@ def absorb(
 ) -> Pending:
     """Adds one round. With dynamic sampling, uninformative groups are dropped; groups beyond N
     are surplus. The order of drawing is kept."""
-    fresh = assemble(sampling, pool, rows, samples, scores)
+    fresh = join(sampling, pool, rows, samples, scores)
     n = sampling.prompts
     useful = informative(fresh.correct) if sampling.dynamic else jnp.ones(n, bool)
     kept = jnp.concatenate([pending.kept, useful])
@@ -222,7 +222,7 @@ def measure(sampling: Sampling, rollout: Rollout, finite: Bool[Array, " B"]) -> 
 
     return {
         "reward/mean": ops.mean(rewards, scored),
-        "reward/square": ops.mean(rewards**2, scored),
+        "reward/std": ops.deviation(rewards, scored),
         # A row that could not be scored is not solved, and stays in the denominator.
         "solve_rate": ops.mean(right, jnp.ones_like(scored)),
         "groups/all_equal": of_groups(~mixed(rewards)),
@@ -245,13 +245,9 @@ def measure(sampling: Sampling, rollout: Rollout, finite: Bool[Array, " B"]) -> 
 def finish_metrics(sampling: Sampling, pending: Pending) -> Metrics:
     """Closes the metrics of all rounds."""
     metrics = dict(pending.metrics)
-    first, second = metrics["reward/mean"], metrics.pop("reward/square")
     tokens = metrics.pop("tokens").total
-    count = jnp.maximum(first.count, 1.0)
-    variance = second.total / count - (first.total / count) ** 2
     kept = jnp.sum(pending.kept)
     return metrics | {
-        "reward/std": ops.scalar_metric(jnp.sqrt(jnp.maximum(variance, 0.0))),
         "tokens": ops.scalar_metric(tokens),
         "rollout/rounds": ops.scalar_metric(pending.round),
         "rollout/surplus": ops.scalar_metric(pending.informative - kept),

@@ -21,7 +21,7 @@ def prompt_text(tokenizer: Tokenizer, row: Mapping[str, Any]) -> str:
 def training_samples(
     preview: Preview, verifier: HostVerifier, tokenizer: Tokenizer, count: int
 ) -> list[dict[str, Any]]:
-    """The first `count` completions of a step, for samples.jsonl."""
+    """The first `count` completions of a step; fewer where it kept fewer."""
     rollout = preview.rollout
     group, width = rollout.rewards.shape[1], rollout.mask.shape[1]
     texts = jax.device_get((rollout.tokens[:count, -width:], rollout.mask[:count]))
@@ -43,6 +43,8 @@ def training_samples(
             "length": int(mask.sum()),
         }
         for i, (tokens, mask) in enumerate(zip(*texts, strict=True))
+        # The place of a group that was never found holds no text.
+        if mask.any()
     ]
 
 

@@ -89,9 +89,10 @@ class RolloutSettings(Section):
         0, ge=0, description="tokens before the limit in which the reward falls to -1; 0: off"
     )
     overlong_filter: Flag = Field(False, description="leave truncated rows out of the loss")
-    old_logprobs: Literal["auto", "recompute", "sampler"] = Field(
+    old_logprobs: Literal["auto", "current", "recompute", "sampler"] = Field(
         "auto",
-        description="auto: the current ones where a batch gets one update, else recompute",
+        description="current: those of the update itself, where a batch gets one; auto: current "
+        "there, else recompute",
     )
 
 
@@ -140,10 +141,6 @@ class EvalSettings(Section):
     problems: int = Field(128, ge=1, description="held-out problems while training")
     final_problems: int = Field(512, ge=1, description="held-out problems before and after")
     samples: int = Field(1, ge=1, description="completions a problem")
-    temperature: float = Field(1.0, ge=0, le=100, description="0 is greedy")
-    top_k: int = Field(0, ge=0, description="tokens kept; 0: off")
-    top_p: float = Field(1.0, gt=0, le=1, description="probability kept; 1: off")
-    min_p: float = Field(0.0, ge=0, lt=1, description="share of the largest probability; 0: off")
     batch: int = Field(256, ge=1, description="rows at a time")
     greedy: Flag = Field(True, description="evaluate greedily too, before and after")
 

@@ -27,7 +27,7 @@ from rlx.rollout import (
     sample_round,
 )
 from rlx.types import Batch, Metrics, Rollout, TrainState
-from rlx.update import Learner, score, update
+from rlx.update import Learner, recompute_logprobs, update
 
 
 class Plan(NamedTuple):
@@ -71,12 +71,12 @@ def prepare(
     rollout, learner = pending.rollout, plan.learner
     width = rollout.mask.shape[1]
     if plan.old_logprobs == "recompute":
-        old = score(learner, params, rollout.tokens, rollout.positions, width)
+        old = recompute_logprobs(learner, params, rollout.tokens, rollout.positions, width)
         rollout = rollout._replace(old_logprobs=old)
     elif plan.old_logprobs == "sampler":
         rollout = rollout._replace(old_logprobs=rollout.sampler_logprobs)
     if reference is not None:
-        ref = score(learner, reference, rollout.tokens, rollout.positions, width)
+        ref = recompute_logprobs(learner, reference, rollout.tokens, rollout.positions, width)
         rollout = rollout._replace(ref_logprobs=ref)
     advantages, _ = learner.algorithm.advantages(rollout)
     samples = plan.sampling.samples
@@ -85,12 +85,9 @@ def prepare(
         use &= ~rollout.truncated
     mask = rollout.mask & use[:, None]
     rows = use[:, None]
-    first, second = ops.mean(advantages, rows), ops.mean(advantages**2, rows)
-    count = jnp.maximum(first.count, 1.0)
-    variance = second.total / count - (first.total / count) ** 2
     metrics = finish_metrics(plan.sampling, pending) | {
-        "advantage/mean": first,
-        "advantage/std": ops.scalar_metric(jnp.sqrt(jnp.maximum(variance, 0.0))),
+        "advantage/mean": ops.mean(advantages, rows),
+        "advantage/std": ops.deviation(advantages, rows),
         "trained_rows": ops.scalar_metric(jnp.sum(use)),
     }
     batch = Batch(
@@ -129,7 +126,7 @@ def step(
     state = state._replace(key=key, cursor=pending.cursor)
     state, update_metrics = stages.update(plan.learner, state, batch, shuffle_key)
     state = state._replace(step=state.step + 1)
-    return state, (metrics | update_metrics | progress(state), preview)
+    return state, (metrics | update_metrics | counters(state), preview)
 
 
 def offline_step(
@@ -143,10 +140,10 @@ def offline_step(
     state, metrics = update(learner, state, batch, shuffle_key)
     metrics["tokens"] = ops.scalar_metric(jnp.sum(batch.mask))
     state = state._replace(step=state.step + 1)
-    return state, metrics | progress(state)
+    return state, metrics | counters(state)
 
 
-def progress(state: TrainState) -> Metrics:
+def counters(state: TrainState) -> Metrics:
     """Optimizer updates made and prompts drawn since the beginning: three axes that a step, under
     refill or skipped updates, is not."""
     return {
@@ -247,7 +244,7 @@ def staged(plan: Plan, verifier: Callable, watch: Callable[[str], Any]) -> Calla
     return run
 
 
-def offline(learner: Learner, count: int) -> Callable:
+def offline_run(learner: Learner, count: int) -> Callable:
     """(state, pool, data, length) -> (state, metrics [length]); the state is donated."""
 
     @functools.partial(jax.jit, static_argnames="length", donate_argnums=0)
@@ -264,8 +261,7 @@ def initial_state(
 ) -> TrainState:
     """A state that owns every buffer of its own: a step donates it, and a reference that shares
     arrays with the policy must outlive that."""
-    zero = jnp.int32(0)
-    state = TrainState(
-        params, learner.optimizer.init(params), key, zero, jnp.asarray(cursor, jnp.int32), zero
-    )
-    return jax.tree.map(jnp.copy, state)
+    params = jax.tree.map(jnp.copy, params)
+    step, cursor, updates = (jnp.array(count, jnp.int32) for count in (0, cursor, 0))
+    opt_state = learner.optimizer.init(params)
+    return TrainState(params, opt_state, jnp.copy(key), step, cursor, updates)

@@ -52,15 +52,18 @@ def loss(
     advantages = clean_advantages(batch.advantages, mask)
     value, metrics = learner.algorithm.loss(logprobs, old, reference, advantages, mask)
     if not learner.algorithm.uses_reference():
-        metrics.pop("kl", None)  # to a reference that was never loaded
+        # It would be the divergence from a reference that was never loaded.
+        metrics = {name: m for name, m in metrics.items() if name not in ("kl", "kl/clamped")}
     metrics["entropy"] = ops.mean(jax.lax.stop_gradient(outputs.entropy), mask)
     if learner.algorithm.advantages is not None:
         sampler = ops.masked(batch.sampler_logprobs, mask)
-        gap = jnp.abs(old - sampler)
+        # Where the old ones are the sampler's own, the gap shows in the current ones.
+        gap = jnp.abs(jnp.where(jnp.all(old == sampler), current, old) - sampler)
         importance = jnp.exp(ops.log_ratio(current, sampler))
         metrics |= {
             "sampler_gap/mean": ops.mean(gap, mask),
             "sampler_gap/max": Largest(jnp.max(gap)),
+            "kl/old": ops.mean(ops.k3(current, old), mask),
             "importance/mean": ops.mean(importance, mask),
             "importance/square": ops.mean(importance**2, mask),
         }
@@ -110,6 +113,7 @@ def optimise(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainSt
         "parameter_norm": ops.scalar_metric(optax.global_norm(params)),
         "learning_rate": ops.scalar_metric(learner.schedule(state.updates)),
         "skipped": ops.scalar_metric(~live),
+        "skipped/nonfinite": ops.scalar_metric(~jnp.isfinite(norm)),
     }
     new = state._replace(params=params, opt_state=opt_state, updates=state.updates + live)
     return new, metrics
@@ -147,7 +151,7 @@ def update(
     return state, metrics
 
 
-def score(
+def recompute_logprobs(
     learner: Learner,
     params: PyTree,
     tokens: Int[Array, "B S"],

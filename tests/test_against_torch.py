@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="the reference runs in torch")
 from toy import batch, initial_params, plan, quick_compilation  # noqa: E402, F401
 from toy_torch import named, split, torch_policy  # noqa: E402
 
-from rlx.optimizer import optimizer, schedule  # noqa: E402
+from rlx.optimizer import make_optimizer, schedule  # noqa: E402
 from rlx.rollout import begin  # noqa: E402
 from rlx.settings import OptimizerSettings  # noqa: E402
 from rlx.train import initial_state, prepare  # noqa: E402
@@ -47,7 +47,7 @@ def our_loop(rule):
         clip_norm=CLIP_NORM,
     )
     rate = schedule(settings, STEPS * EPOCHS)
-    learner = PLAN.learner._replace(optimizer=optimizer(settings, rate), schedule=rate)
+    learner = PLAN.learner._replace(optimizer=make_optimizer(settings, rate), schedule=rate)
     state = initial_state(initial_params(), learner, jax.random.key(0))
     learn = jax.jit(update, static_argnums=0)
     for number in range(STEPS):

@@ -85,8 +85,6 @@ def test_sgd_has_no_moments(setting):
     [
         "rollout.overlong_filter=true",
         "rollout.old_logprobs=sampler",
-        "sampling.temperature=0.5",
-        "sampling.top_k=3",
         "batch.samples=4",
     ],
 )
@@ -121,9 +119,14 @@ def test_overlong_buffer_fits_the_completion():
     load_training(None, ["sampling.max_new_tokens=16", "rollout.overlong_buffer=16"])
 
 
-def test_greedy_evaluation_has_one_text_a_problem():
-    message = refusal("eval.temperature=0", "eval.samples=4", "eval.top_p=0.9")
-    assert "eval.samples" in message and "eval.top_p" in message
+def test_the_updates_own_logprobs_serve_one_update_a_batch():
+    assert "came current" in refusal("rollout.old_logprobs=current", "batch.minibatches=2")
+    load_training(None, ["rollout.old_logprobs=current"])
+
+
+def test_a_resume_names_its_folder():
+    assert "run.dir" in refusal("run.resume=true")
+    load_training(None, ["run.resume=true", "run.dir=runs/x"])
 
 
 def test_check_training_speaks_as_load_training_does():

@@ -11,7 +11,7 @@ from toy import LUCKY, PAD, STOP, plan, pool, quick_compilation, sampling  # noq
 from model.sample import Samples
 from rlx import ops, rollout
 from rlx.advantages import group_normalised
-from rlx.rollout import Scores, absorb, assemble, begin, finish_metrics, sample_round
+from rlx.rollout import Scores, absorb, begin, finish_metrics, join, sample_round
 from rlx.train import Stages, prepare, step
 from rlx.types import TrainState
 
@@ -128,7 +128,7 @@ def collected(settings, samples, correct, rows=(3, 5)):
 def test_a_rollout_puts_prompt_and_completion_side_by_side():
     settings, prompts = sampling(samples=2), pool()
     rows = jnp.array([5, 0])
-    result = assemble(settings, prompts, rows, made_up([1, 3, 2, 3]), scored([[1, 0], [0, 1]]))
+    result = join(settings, prompts, rows, made_up([1, 3, 2, 3]), scored([[1, 0], [0, 1]]))
     np.testing.assert_array_equal(result.tokens[0, :8], prompts.tokens[5])
     np.testing.assert_array_equal(result.tokens[3, :8], prompts.tokens[0])
     # Prompt 5 has four tokens, so its completion is at positions 4, 5, 6; -1 after the end.

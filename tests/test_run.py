@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 import run
-from model.load import load_params
 from model.config import read_config
+from model.load import load_params
 
 NANO = "nano"
 SMALL = [
@@ -114,11 +114,10 @@ def test_grpo_with_its_reference_and_sft_run_from_the_command_line(recipe, tmp_p
     kl = [x["kl"] for x in lines(grpo / "metrics.jsonl") if x["kind"] == "train"]
     assert all(value is None or value >= 0 for value in kl)
     sft = tmp_path / "sft"
-    code = run.main(
-        ["--config", str(recipe), *(s for s in SMALL if "samples" not in s), f"run.dir={sft}"]
-        + ["algorithm.name=sft", "loop.steps=4", "loop.chunk=2", "sampling.max_new_tokens=64"]
-    )
-    assert code == 0
+    settings = [s for s in SMALL if not s.startswith(("batch.samples", "sampling.max_new"))]
+    more = ("algorithm.name=sft", "loop.steps=4", "loop.chunk=2", "checkpoint.every=0")
+    arguments = ["--config", str(recipe), *settings, *more, f"run.dir={sft}"]
+    assert run.main([*arguments, "sampling.max_new_tokens=64"]) == 0
     nll = [x["nll"] for x in lines(sft / "metrics.jsonl") if x["kind"] == "train"]
     assert len(nll) == 4
 
@@ -141,7 +140,12 @@ def test_bad_input_ends_with_2_and_a_reason(capsys, tmp_path):
         (["score", "--task", "countdown", "--input", "x.jsonl", "--output", "y.jsonl"], "x.jsonl"),
     ]
     for arguments, named in cases:
-        assert run.main([*arguments, f"run.dir={tmp_path / 'r'}"] if arguments[0] != "score" else arguments) == 2
+        assert (
+            run.main(
+                [*arguments, f"run.dir={tmp_path / 'r'}"] if arguments[0] != "score" else arguments
+            )
+            == 2
+        )
         assert named in capsys.readouterr().err
 
 
@@ -154,7 +158,12 @@ def test_settings_may_stand_before_the_flags(capsys):
 def test_help_lists_every_setting(capsys):
     assert run.main(["--help"]) == 0
     out = capsys.readouterr().out
-    for setting in ("batch.micro", "optimizer.learning_rate", "algorithm.clip_high", "task.numbers"):
+    for setting in (
+        "batch.micro",
+        "optimizer.learning_rate",
+        "algorithm.clip_high",
+        "task.numbers",
+    ):
         assert setting in out
 
 

@@ -120,7 +120,7 @@ def test_chat_prompts_have_the_templates_system_turn_and_the_assistants_header(f
 @pytest.mark.parametrize("content", ["it is", "it is ", "it is\n", " ", ""])
 @pytest.mark.parametrize("trims", [False, True])
 def test_a_prefill_ends_exactly_where_its_text_ends(folder, content, trims):
-    """No end token, no newline of the template's; and no space is lost, though the template trims."""
+    """No end token, no newline of the template's; no space is lost, though the template trims."""
     template = QWEN25_TEMPLATE
     if trims:
         template = template.replace("message.content +", "message.content | trim +")
@@ -139,8 +139,8 @@ def test_messages_without_a_template_are_refused(folder):
 @pytest.mark.parametrize(
     ("messages", "match"),
     [
-        ([{"role": "user"}], "message 0 .*'content'"),
-        ([*USER, {"content": "a"}], "message 1 .*role"),
+        ([{"role": "user"}], "message 0: .*content"),
+        ([*USER, {"content": "a"}], "message 1: .*role"),
     ],
 )
 def test_a_broken_message_is_shown(folder, messages, match):

@@ -21,7 +21,7 @@ from toy import (
 
 from rlx import ops
 from rlx.algorithms import ALGORITHMS
-from rlx.train import fused, initial_state, offline, staged
+from rlx.train import fused, initial_state, offline_run, staged
 
 STEPS = 3
 # Two updates a step, and a KL term: every stage has something to do. The rate moves parameters
@@ -39,8 +39,9 @@ def scanned():
     return run(start(PLAN.learner), initial_params(), pool(), STEPS)
 
 
-VERIFIER, PHASES = [verifier], []
-"""What the staged steps ask now, and the phases that they went through."""
+HOST = {"verifier": verifier}
+"""What the staged steps ask now."""
+PHASES = []
 
 
 @functools.cache
@@ -51,7 +52,7 @@ def stages():
         PHASES.append(name)
         return contextlib.nullcontext()
 
-    return staged(PLAN, lambda *operands: VERIFIER[-1](*operands), watch)
+    return staged(PLAN, lambda *operands: HOST["verifier"](*operands), watch)
 
 
 @functools.cache
@@ -148,7 +149,7 @@ def test_a_verifier_that_fails_everywhere_changes_nothing(monkeypatch):
         nothing = np.full(lengths.shape, np.nan, np.float32)
         return nothing, nothing, nothing[..., None]
 
-    monkeypatch.setitem(VERIFIER, -1, fails)
+    monkeypatch.setitem(HOST, "verifier", fails)
     state, (metrics, preview) = stages()(start(PLAN.learner), initial_params(), pool(), 1)
     values = ops.values(jax.tree.map(lambda x: x[0], metrics))
     assert values["unscored"] == 1.0
@@ -190,7 +191,7 @@ def test_a_toy_run_learns_from_rewards(name):
 def test_a_toy_run_learns_from_text(name):
     made = learner(name, micro=4, optimizer=optax.adam(0.03))
     data = batch(6)
-    state, metrics = offline(made, 4)(start(made), pool(), data, 30)
+    state, metrics = offline_run(made, 4)(start(made), pool(), data, 30)
     nll = np.asarray(metrics["nll"].total)
     assert nll[0] > 2.0
     assert nll[-3:].mean() < 0.5 * nll[0]

@@ -9,7 +9,7 @@ The advantage is the group's z-score; there is no critic. With beta = 0 no refer
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from rlx.ops import clip_metrics, clipped_surrogate, k3, log_ratio, mean
+from rlx.ops import clamped_share, clip_metrics, clipped_surrogate, k3, log_ratio, mean
 from rlx.types import Metrics
 
 
@@ -29,4 +29,7 @@ def grpo(
     surrogate = clipped_surrogate(ratio, advantages, clip_low, clip_high)
     metrics = clip_metrics(ratio, advantages, mask, clip_low, clip_high)
     divergence = k3(logprobs, ref_logprobs)
-    return surrogate + beta * divergence, metrics | {"kl": mean(divergence, mask)}
+    return surrogate + beta * divergence, metrics | {
+        "kl": mean(divergence, mask),
+        "kl/clamped": clamped_share(ref_logprobs, logprobs, mask),
+    }

@@ -1,6 +1,8 @@
 """Supervised fine-tuning: the likelihood of given completions.
 
-L = - sum_i,t log pi(o_i,t) / sum_i |o_i|
+    L = - sum_i,t log pi(o_i,t) / sum_i |o_i|
+
+Every token of every completion weighs the same.
 """
 
 from jaxtyping import Array, Bool, Float

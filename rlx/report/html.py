@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from model.errors import BadInput
 from rlx.report.chart import Line, Point, line_chart, number_text
 from rlx.report.metrics import read_lines, write_atomically
 from rlx.report.progress import clock_time
@@ -78,12 +79,12 @@ CHARTS = (
 def write_report(run_folder: Path) -> Path:
     """Writes `report.html` into the run folder and gives its path.
 
-    Raises ValueError where the folder is missing or holds no file of a run, and where a file that
+    Raises BadInput where the folder is missing or holds no file of a run, and where a file that
     it does hold cannot be read.
     """
     names = ("config.yaml", "metrics.jsonl", "summary.json")
     if not any((run_folder / name).exists() for name in names):
-        raise ValueError(
+        raise BadInput(
             f"Expected a run folder that holds {', '.join(names)}; found none of them in "
             f"{run_folder}."
         )
@@ -134,9 +135,9 @@ def _summary(path: Path) -> Row:
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path}: expected JSON; {error}.") from error
+        raise BadInput(f"{path}: expected JSON; {error}.") from error
     if not isinstance(summary, dict):
-        raise ValueError(f"{path}: expected a JSON object; got {type(summary).__name__}.")
+        raise BadInput(f"{path}: expected a JSON object; got {type(summary).__name__}.")
     return summary
 
 

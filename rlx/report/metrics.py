@@ -15,6 +15,8 @@ from typing import Any, SupportsFloat, SupportsInt, TextIO
 import numpy as np
 from tensorboardX import SummaryWriter
 
+from model.errors import BadInput
+
 KINDS = ("train", "eval")
 RESERVED = ("step", "kind", "nonfinite")
 SAMPLE_FIELDS = (
@@ -68,15 +70,15 @@ class MetricsWriter:
         """Appends one line; a value that is no finite number becomes null and is named in
         `nonfinite`.
 
-        Raises ValueError for an unknown kind, a reserved name, a value that is no number, and a
+        Raises BadInput for an unknown kind, a reserved name, a value that is no number, and a
         step that goes backwards; a train step may not come twice either.
         """
         step = int(step)
         if kind not in KINDS:
-            raise ValueError(f"Expected kind to be one of {', '.join(KINDS)}; got {kind!r}.")
+            raise BadInput(f"Expected kind to be one of {', '.join(KINDS)}; got {kind!r}.")
         last = self._last_step[kind]
         if step < last or (kind == "train" and step == last):
-            raise ValueError(
+            raise BadInput(
                 f"Expected {kind} metrics of a step after {last}; got step {step} "
                 f"({self.folder / 'metrics.jsonl'} holds each step once, in order)."
             )
@@ -101,13 +103,13 @@ class MetricsWriter:
         """Appends one line a row. A row has at least SAMPLE_FIELDS; `components` maps the name of
         each part of the reward to its value. Further fields are kept as they are.
 
-        Raises ValueError for a row that lacks a field.
+        Raises BadInput for a row that lacks a field.
         """
         lines = []
         for row in rows:
             missing = [name for name in SAMPLE_FIELDS if name not in row]
             if missing:
-                raise ValueError(
+                raise BadInput(
                     f"Expected a sample to have {', '.join(SAMPLE_FIELDS)}; one of step {step} "
                     f"lacks {', '.join(missing)}."
                 )
@@ -141,7 +143,7 @@ class MetricsWriter:
         if not path.exists() or path.stat().st_size == 0:
             return []
         if resume_step is None:
-            raise ValueError(
+            raise BadInput(
                 f"Expected an empty run folder for a fresh run; {path} already holds an earlier "
                 "run. Resume that run, or choose another run.dir."
             )
@@ -164,14 +166,14 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         try:
             line = json.loads(text)
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}: expected JSON; {error}.") from error
+            raise BadInput(f"{path}, line {number}: expected JSON; {error}.") from error
         if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-            raise ValueError(
+            raise BadInput(
                 f"{path}, line {number}: expected an object with a whole number `step`; "
                 f"got {text[:80].decode(errors='replace')}."
             )
         if path.name == "metrics.jsonl" and line.get("kind") not in KINDS:
-            raise ValueError(
+            raise BadInput(
                 f"{path}, line {number}: expected kind to be one of {', '.join(KINDS)}; "
                 f"got {line.get('kind')!r}."
             )
@@ -195,7 +197,7 @@ def json_safe(value: Any) -> Any:
     if array.dtype.kind == "V":
         array = array.astype(np.float64)  # bfloat16 and its like have no scalar of Python's own
     if array.dtype.kind not in "biufU":
-        raise ValueError(f"Expected a value that JSON can hold; got {type(value).__name__}.")
+        raise BadInput(f"Expected a value that JSON can hold; got {type(value).__name__}.")
     return json_safe(array.tolist())
 
 
@@ -211,10 +213,10 @@ def write_atomically(path: Path, text: str) -> None:
 
 def _number(name: str, value: SupportsFloat) -> float:
     if name in RESERVED:
-        raise ValueError(f"{name!r} is a field of every metrics line and no name for a metric.")
+        raise BadInput(f"{name!r} is a field of every metrics line and no name for a metric.")
     try:
         return float(value)
     except (TypeError, ValueError) as error:
-        raise ValueError(
+        raise BadInput(
             f"Expected metric {name!r} to be one number; got {type(value).__name__}: {value!r:.80}."
         ) from error

@@ -28,7 +28,8 @@ class Progress:
     """A context manager that shows how far a run is.
 
     `start` is the step that a resumed run goes on from; `chunk` the steps of one scan, whose
-    metrics come all at once; `seconds_between_lines` applies where `stream` is no terminal.
+    metrics come all at once; `deadline` the time on `clock` at which the run ends whatever its
+    step; `seconds_between_lines` applies where `stream` is no terminal.
     """
 
     def __init__(
@@ -38,10 +39,12 @@ class Progress:
         stream: TextIOBase,
         start: int = 0,
         chunk: int = 1,
+        deadline: int | float = math.inf,
         seconds_between_lines: int | float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.total, self.stream, self.chunk, self.clock = total, stream, chunk, clock
+        self.deadline = deadline
         self.seconds_between_lines = seconds_between_lines
         self._step = start
         self._shown = dict.fromkeys(SHOWN, "-")
@@ -55,12 +58,12 @@ class Progress:
         console = Console(file=stream)
         # rich also calls a stream a terminal when FORCE_COLOR is set, as in many a CI log.
         if stream.isatty() and console.is_terminal and not console.is_dumb_terminal:
-            # An 80-column terminal has no room for all of them.
-            labels = list(SHOWN) if console.width >= 100 else list(SHOWN)[:3]
+            # An 80-column terminal has room for the values and the start of each name.
+            letters = 3 if console.width < 100 else 7
             self._bar = Bar(
-                BarColumn(bar_width=max(8, min(40, console.width - 76))),
+                BarColumn(bar_width=max(4, min(40, console.width - 76))),
                 MofNCompleteColumn(),
-                *(TextColumn(f"{name} [bold]{{task.fields[{name}]}}") for name in labels),
+                *(TextColumn(f"{name[:letters]} [bold]{{task.fields[{name}]}}") for name in SHOWN),
                 TimeElapsedColumn(),
                 TextColumn("left [cyan]{task.fields[left]}"),
                 console=console,
@@ -87,7 +90,8 @@ class Progress:
         if len(self._marks) < 2:
             return None
         (begin, first), (end, last) = self._marks[0], self._marks[-1]
-        return (end - begin) / (last - first) * max(self.total - self._step, 0)
+        by_steps = (end - begin) / (last - first) * max(self.total - self._step, 0)
+        return min(by_steps, max(self.deadline - self.clock(), 0.0))
 
     def update(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
         """Shows `step` steps as taken, with the metrics of the last."""
@@ -170,9 +174,17 @@ class Watch:
                 "unscored",
                 step,
                 f"rows could not be scored (unscored {_brief(values['unscored'])}). They are "
-                "masked and counted; look at the verifier.",
+                "masked and counted. Either the verifier failed on them, which it then tells, or "
+                f"their logits were not finite (share {_brief(values.get('nonfinite_rows', 0))}).",
             )
-        if values.get("skipped", 0.0) > 0:
+        if values.get("skipped/nonfinite", 0.0) > 0:
+            self._tell(
+                "nonfinite",
+                step,
+                "updates were skipped because their gradient was not finite "
+                f"(share {_brief(values['skipped/nonfinite'])}); the parameters did not change.",
+            )
+        elif values.get("skipped", 0.0) > 0:
             self._tell(
                 "skipped",
                 step,

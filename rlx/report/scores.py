@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlx.evaluate import nest_greedy
+
 Row = Mapping[str, Any]
 
 
@@ -14,9 +16,9 @@ def score_table(summary: Row, metrics: Sequence[Row]) -> str:
     before, after = summary.get("before"), summary.get("after")
     late = "After"
     if before is None and evaluations and evaluations[0]["step"] == 0:
-        before = _nested(evaluations[0])
+        before = nest_greedy(evaluations[0])
     if after is None and len(evaluations) > 1:
-        after = _nested(evaluations[-1])
+        after = nest_greedy(evaluations[-1])
         late = f"Step {evaluations[-1]['step']}"
     pairs = {
         "Sampled": (before or {}, after or {}),
@@ -34,16 +36,6 @@ def score_table(summary: Row, metrics: Sequence[Row]) -> str:
         '<p class="soft">± is one standard error. That of a change takes the two evaluations as '
         "independent.</p>"
     )
-
-
-def _nested(line: Row) -> Row:
-    """An evaluation's metrics in the form of a summary: `greedy/x` becomes `greedy: {x}`."""
-    greedy = {
-        name.removeprefix("greedy/"): value
-        for name, value in line.items()
-        if name.startswith("greedy/")
-    }
-    return {**line, "greedy": greedy}
 
 
 def _score_row(name: str, before: Row, after: Row) -> str:

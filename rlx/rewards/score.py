@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from model.errors import BadInput
+
 
 class Score(NamedTuple):
     """The verdict on one completion."""
@@ -14,7 +16,7 @@ class Score(NamedTuple):
     """For people: why it is right or wrong."""
 
 
-class RowError(ValueError):
+class RowError(BadInput):
     """The row lacks a field that its verifier needs, or holds the wrong kind of value there.
 
     Bad input, to be told to the person; any other exception is the verifier's own failure.

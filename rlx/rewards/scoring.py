@@ -6,6 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from model.errors import BadInput
 from rlx.rewards import VERIFIERS, RowError, Score
 from rlx.tasks.files import read_json_lines
 
@@ -21,15 +22,13 @@ def score_file(task_name: str, input: Path, output: Path) -> dict:
     `mean_reward` (of the rows that could be scored; null where none could).
     """
     if task_name not in VERIFIERS:
-        raise ValueError(f"There is no task {task_name!r}; known are {', '.join(VERIFIERS)}.")
+        raise BadInput(f"There is no task {task_name!r}; known are {', '.join(VERIFIERS)}.")
     located = read_json_lines(input)
     if not located:
-        raise ValueError(f"{input} holds no rows.")
+        raise BadInput(f"{input} holds no rows.")
     for place, row in located:
         if not isinstance(row.get("completion"), str):
-            raise ValueError(
-                f"{place}: expected a text `completion`, got {row.get('completion')!r}."
-            )
+            raise BadInput(f"{place}: expected a text `completion`, got {row.get('completion')!r}.")
     verdicts = [_score(task_name, row, place) for place, row in located]
     lines = [row | verdict for (_, row), verdict in zip(located, verdicts, strict=True)]
     _write_lines(output, lines)
@@ -50,7 +49,7 @@ def _score(task_name: str, row: dict, place: str) -> dict:
         score = VERIFIERS[task_name](row["completion"], row)
         return _verdict(score)
     except RowError as error:
-        raise ValueError(f"{place}: {error}") from error
+        raise BadInput(f"{place}: {error}") from error
     except Exception as error:
         reason = f"could not be scored: {type(error).__name__}: {error}"
         return {"reward": None, "correct": None, "reason": reason}
@@ -58,7 +57,7 @@ def _score(task_name: str, row: dict, place: str) -> dict:
 
 def _verdict(score: Score) -> dict:
     if not math.isfinite(score.reward):
-        raise ValueError(f"the reward is {score.reward}")
+        raise BadInput(f"the reward is {score.reward}")
     # the component `correct`, where there is one, says the same as the verdict
     return score.components | {
         "reward": score.reward,

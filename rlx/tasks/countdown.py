@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+from model.errors import BadInput
 from rlx.rewards import countdown as verifier
 from rlx.rewards.score import RowError
 from rlx.tasks.countdown_traces import demonstrate
@@ -98,7 +99,7 @@ def load(
     training rows that pose a held-out problem are left out. With `file` alone, the last
     `heldout_size` distinct problems of the file are set apart.
 
-    Raises ValueError for settings that can't be met, with the reason.
+    Raises BadInput for settings that can't be met, with the reason.
     """
     _check_settings(train_size, heldout_size, language, format_weight)
     if file:
@@ -128,7 +129,7 @@ def load(
     if file:
         train = [problem for problem in source if key(problem) not in taken][:train_size]
         if not train:
-            raise ValueError(f"All problems of {file} are held-out ones; none is left to train.")
+            raise BadInput(f"All problems of {file} are held-out ones; none is left to train.")
     else:
         rng = random.Random(f"countdown train {seed}")
         train = generate(draw, numbers, train_size, taken, rng)
@@ -188,7 +189,7 @@ def generate(
             continue
         counts.remove(count)
         if not counts:
-            raise ValueError(
+            raise BadInput(
                 f"Asked for {len(taken) + size} distinct countdown problems, held-out ones"
                 f" included, but found only {len(seen)} within these settings; ask for fewer, or"
                 " widen `numbers`, `lowest` to `highest` or `target_lowest` to `target_highest`."
@@ -240,20 +241,20 @@ def _read_problem(row: dict, place: str) -> Problem:
                 "target": int(row["output"]),
             }
         except (AttributeError, TypeError, ValueError) as error:
-            raise ValueError(
+            raise BadInput(
                 f'{place}: expected `input` like "30,100,93" and `output` like "23" (the target),'
                 f" got {row['input']!r} and {row['output']!r}."
             ) from error
     try:
         return verifier.problem(fields)
     except RowError as error:
-        raise ValueError(f"{place}: {error}") from error
+        raise BadInput(f"{place}: {error}") from error
 
 
 def _last_distinct(source: list[Problem], size: int, file: str) -> list[Problem]:
     distinct = list({key(problem): problem for problem in source}.values())
     if size >= len(distinct):
-        raise ValueError(
+        raise BadInput(
             f"{file} holds {len(distinct)} distinct problems; setting `heldout_size` = {size} of"
             " them apart leaves none to train. Lower `heldout_size`, or name a `heldout_file`."
         )
@@ -263,18 +264,18 @@ def _last_distinct(source: list[Problem], size: int, file: str) -> list[Problem]
 def _check_settings(train_size: int, heldout_size: int, language: str, weight: float) -> None:
     for name, size in (("train_size", train_size), ("heldout_size", heldout_size)):
         if size < 1:
-            raise ValueError(f"`{name}` must be at least 1, not {size}.")
+            raise BadInput(f"`{name}` must be at least 1, not {size}.")
     if language not in PROMPTS:
-        raise ValueError(f"`language` must be one of {', '.join(PROMPTS)}, not {language!r}.")
+        raise BadInput(f"`language` must be one of {', '.join(PROMPTS)}, not {language!r}.")
     if not 0 <= weight < float("inf"):
-        raise ValueError(f"`format_weight` must be a number of at least 0, not {weight}.")
+        raise BadInput(f"`format_weight` must be a number of at least 0, not {weight}.")
 
 
 def _check_generator(
     numbers: tuple[int, ...], lowest: int, highest: int, target_lowest: int, target_highest: int
 ) -> None:
     if not numbers or len(set(numbers)) < len(numbers) or not all(2 <= n <= 6 for n in numbers):
-        raise ValueError(
+        raise BadInput(
             "`numbers`, how many numbers a problem may have, must be different counts"
             f" from 2 to 6, not {list(numbers)}."
         )
@@ -283,13 +284,13 @@ def _check_generator(
         ("target_lowest", target_lowest, "target_highest", target_highest),
     ):
         if low < 1:
-            raise ValueError(f"`{low_name}` must be at least 1, not {low}.")
+            raise BadInput(f"`{low_name}` must be at least 1, not {low}.")
         if high < low:
-            raise ValueError(f"`{high_name}` = {high} is below `{low_name}` = {low}.")
+            raise BadInput(f"`{high_name}` = {high} is below `{low_name}` = {low}.")
 
 
 def _refuse_ignored(file: str, **settings: int | tuple[int, ...]) -> None:
     defaults = inspect.signature(load).parameters
     ignored = [f"`{name}`" for name in settings if settings[name] != defaults[name].default]
     if ignored:
-        raise ValueError(f"{', '.join(ignored)} would be ignored: the problems come from {file}.")
+        raise BadInput(f"{', '.join(ignored)} would be ignored: the problems come from {file}.")

@@ -17,6 +17,7 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from model.errors import BadInput
 from rlx.rewards.countdown import problem
 
 LARGEST = 100
@@ -48,10 +49,10 @@ def demonstrate(row: Mapping, rng: random.Random, *, give_up: float) -> str:
     right; one after failure uses each number once and is wrong.
     """
     if not 0 <= give_up <= 1:
-        raise ValueError(f"`give_up` is a probability, so {give_up} is out of range.")
+        raise BadInput(f"`give_up` is a probability, so {give_up} is out of range.")
     nums, target = problem(row)
     if len(nums) < 2:
-        raise ValueError(f"A trace needs at least two numbers; the row has {nums}.")
+        raise BadInput(f"A trace needs at least two numbers; the row has {nums}.")
     lines = []
     # what is answered if there is no step that could be undone at all
     answer = Expression("+".join(map(str, nums)), ADDITIVE)

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from model.errors import BadInput
+
 SUFFIXES = (".jsonl", ".json", ".parquet")
 SPLITS = ("train", "test", "validation", "valid", "val", "dev")
 # a data set folder's own description, beside its rows
@@ -19,13 +21,13 @@ def read_rows(path: str | Path) -> list[dict]:
 def read_located_rows(path: str | Path) -> list[tuple[str, dict]]:
     """Each row with the place it came from (`file:line`, or `file, row n`), for messages.
 
-    Raises ValueError where nothing can be read, with the place and what was expected there.
+    Raises BadInput where nothing can be read, with the place and what was expected there.
     """
     path = Path(path).expanduser()
     if path.is_dir():
         rows = [row for file in _files_of(path) for row in read_located_rows(file)]
     elif not path.exists():
-        raise ValueError(f"There is no file or folder {path}.")
+        raise BadInput(f"There is no file or folder {path}.")
     elif path.suffix == ".jsonl":
         rows = read_json_lines(path)
     elif path.suffix == ".json":
@@ -33,9 +35,9 @@ def read_located_rows(path: str | Path) -> list[tuple[str, dict]]:
     elif path.suffix == ".parquet":
         rows = _read_parquet(path)
     else:
-        raise ValueError(f"{path} must end in one of {', '.join(SUFFIXES)}.")
+        raise BadInput(f"{path} must end in one of {', '.join(SUFFIXES)}.")
     if not rows:
-        raise ValueError(f"{path} holds no rows.")
+        raise BadInput(f"{path} holds no rows.")
     return rows
 
 
@@ -60,12 +62,12 @@ def _files_of(folder: Path) -> list[Path]:
         if file.suffix in SUFFIXES and file.is_file() and file.name not in DESCRIPTIONS
     )
     if not files:
-        raise ValueError(f"The folder {folder} holds no {', '.join(SUFFIXES)} file.")
+        raise BadInput(f"The folder {folder} holds no {', '.join(SUFFIXES)} file.")
     splits = {split for file in files if (split := _split_of(file))}
     if len(splits) > 1:
         # read together, the test split would be trained on
         names = ", ".join(str(file.relative_to(folder)) for file in files)
-        raise ValueError(f"The folder {folder} holds several splits ({names}); name one of them.")
+        raise BadInput(f"The folder {folder} holds several splits ({names}); name one of them.")
     return files
 
 
@@ -79,7 +81,7 @@ def _read_json(path: Path) -> list[tuple[str, dict]]:
     if isinstance(content, dict):
         content = content.get("data")
     if not isinstance(content, list):
-        raise ValueError(
+        raise BadInput(
             f'{path} must hold a list of objects or {{"data": [...]}};'
             " a file with one object a line is to be named .jsonl."
         )
@@ -93,7 +95,7 @@ def _read_parquet(path: Path) -> list[tuple[str, dict]]:
     try:
         rows = pyarrow.parquet.read_table(path).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path} can't be read as Parquet: {error}") from error
+        raise BadInput(f"{path} can't be read as Parquet: {error}") from error
     return [(f"{path}, row {number}", row) for number, row in enumerate(rows, start=1)]
 
 
@@ -101,7 +103,7 @@ def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as error:
-        raise ValueError(f"{path} can't be read: {error}") from error
+        raise BadInput(f"{path} can't be read: {error}") from error
 
 
 def _parse(content: bytes, place: str) -> Any:
@@ -109,15 +111,15 @@ def _parse(content: bytes, place: str) -> Any:
         # NaN and the infinities are no JSON, though common in files; they read as null
         return json.loads(content.decode("utf-8"), parse_constant=lambda _: None)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{place}: this is not UTF-8 text ({error}).") from error
+        raise BadInput(f"{place}: this is not UTF-8 text ({error}).") from error
     except (ValueError, RecursionError) as error:
         message = str(error)
         if "Extra data" in message:
             message += "; a file with one object a line is to be named .jsonl"
-        raise ValueError(f"{place}: this is not JSON ({message}).") from error
+        raise BadInput(f"{place}: this is not JSON ({message}).") from error
 
 
 def _as_row(row: Any, place: str) -> dict:
     if not isinstance(row, dict):
-        raise ValueError(f"{place}: expected a JSON object, got {str(row)[:80]!r}.")
+        raise BadInput(f"{place}: expected a JSON object, got {str(row)[:80]!r}.")
     return row

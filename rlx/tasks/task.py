@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from rlx.rewards.blocks import last_answer
 from rlx.rewards.score import Score
 
 
@@ -18,3 +19,5 @@ class Task(NamedTuple):
     """`demonstrate(row, rng) -> str`: a worked completion, after the prefill; None without one."""
     demonstrations: int = 1
     """Worked completions a training row."""
+    answer: Callable[[str], str | None] = last_answer
+    """The answer that a completion gives, for a majority vote; None where it gives none."""

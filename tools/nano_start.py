@@ -1,6 +1,6 @@
 """Makes the start of the bundled nano checkpoint: a small byte-level tokenizer and a config.
 
-    python -m rlx.tasks.nano FOLDER
+    python tools/nano_start.py FOLDER
 
 The tokenizer is Qwen's kind (byte-level BPE that splits off every digit, Qwen's special tokens and
 the ChatML template), with merges learnt from Countdown's prompts and worked examples. Weights come
@@ -39,7 +39,7 @@ CONFIG = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "hidden_act": "silu",
-    "max_position_embeddings": 1024,
+    "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,
