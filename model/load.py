@@ -84,6 +84,7 @@ def save_params(
     for stale in [*folder.glob("model*.safetensors"), folder / INDEX]:
         stale.unlink(missing_ok=True)
 
+    _write_json(folder / "config.json", described)
     number = NUMPY_DTYPES[dtype]
     shards = _shards(wanted, number.itemsize, max_shard_bytes)
     weight_map = {}
@@ -98,11 +99,12 @@ def save_params(
             shard[name] = np.ascontiguousarray(tensor.to_stored(leaf), dtype=number)
             weight_map[name] = file
         save_file(shard, folder / file, metadata={"format": "pt"})
+        # The library makes the file for its owner alone, unlike all others in the folder.
+        shutil.copymode(folder / "config.json", folder / file)
     if len(shards) > 1:
         total = sum(math.prod(tensor.stored) for tensor in wanted.values()) * number.itemsize
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(folder / INDEX, index)
-    _write_json(folder / "config.json", described)
 
 
 def export(

@@ -64,7 +64,7 @@ def heldout_samples(
             "correct": c.score.correct if c.score else None,
             "advantage": None,
             "truncated": c.truncated,
-            "length": len(c.ids),
+            "length": c.length,
         }
         for c in texts[:count]
     ]
