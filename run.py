@@ -91,7 +91,7 @@ def generate(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def score(options: argparse.Namespace) -> dict[str, Any]:
-    from rlx.rewards.scoring import score_file
+    from rlx.score_file import score_file
 
     return told(options, score_file(options.task, options.input, options.output))
 

@@ -16,9 +16,9 @@ from rlx.checkpoint import Checkpoints
 from rlx.config import Config, load
 from rlx.data import pad_left, prompt_width
 from rlx.evaluate import nest_greedy
+from rlx.files import write_atomically
 from rlx.generate import Draw, Generator
 from rlx.heldout import Heldout
-from rlx.report.metrics import write_atomically
 from rlx.tasks.files import read_json_lines
 from rlx.train import initial_state
 

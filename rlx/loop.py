@@ -5,8 +5,9 @@ import datetime
 import math
 import signal
 import time
+from io import TextIOBase
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 from jaxtyping import PyTree
@@ -170,7 +171,7 @@ class Record:
         self._failures += verifier.failures
 
 
-def train(config: Config, stream: TextIO) -> dict[str, Any]:
+def train(config: Config, stream: TextIOBase) -> dict[str, Any]:
     """A whole run; returns what summary.json holds. Progress goes to `stream`."""
     begun = time.monotonic()
     config = assemble.resolve(config)

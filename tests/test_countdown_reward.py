@@ -335,7 +335,7 @@ def test_generations_of_another_model_score_as_python_would_have_it():
 
 
 def test_scoring_imports_no_jax():
-    modules = "rlx.rewards.host, rlx.rewards.scoring, rlx.tasks"
+    modules = "rlx.rewards.host, rlx.score_file, rlx.tasks"
     code = f"import sys, {modules}; print('jax' in sys.modules)"
     root = Path(__file__).parents[1]
     run = subprocess.run(

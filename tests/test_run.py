@@ -1,45 +1,93 @@
-"""The command line as a person uses it: whole runs on a tiny random model, in this process."""
+"""The command line as a person uses it: whole runs of a tiny random model, in this process."""
 
 import json
+import shutil
 from pathlib import Path
 
-import jax
+import chex
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import run
 from model.config import read_config
+from model.heads import logits
 from model.load import load_params
+from model.qwen import Qwen, head_kernel
+from toy import quick_compilation  # noqa: F401
 
-NANO = "nano"
-SMALL = [
-    "task.highest=10",
-    "task.language=brief",
-    "task.train_size=64",
-    "task.heldout_size=8",
-    "sampling.max_new_tokens=24",
-    "sampling.max_prompt_tokens=64",
-    "batch.prompts=4",
-    "batch.samples=4",
-    "batch.minibatches=2",
-    "optimizer.learning_rate=1e-3",
-    "eval.every=0",
-    "eval.final_problems=8",
-    "eval.greedy=false",
-]
+NANO = Path("model/assets/nano")
+SMALL = {
+    "model.weights": "random",
+    "task.highest": "10",
+    "task.language": "brief",
+    "task.train_size": "64",
+    "task.heldout_size": "8",
+    "sampling.max_new_tokens": "24",
+    "sampling.max_prompt_tokens": "64",
+    "batch.prompts": "4",
+    "batch.samples": "4",
+    "batch.minibatches": "2",
+    # A random model solves nothing: what differs between its rewards is the length.
+    "rollout.overlong_buffer": "20",
+    "optimizer.learning_rate": "1e-3",
+    "eval.every": "0",
+    "eval.final_problems": "8",
+    "eval.greedy": "false",
+    "checkpoint.every": "0",
+    "log.tensorboard": "false",
+}
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """The bundled model's tokenizer around a model that compiles in a second."""
+    folder = tmp_path_factory.mktemp("tiny")
+    for file in NANO.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 @pytest.fixture
-def recipe(tmp_path):
-    """An empty recipe: every setting comes from the call."""
+def recipe(tiny, tmp_path):
     path = tmp_path / "tiny.yaml"
-    path.write_text("run:\n  name: tiny\n")
+    path.write_text(f"model:\n  path: {tiny}\n")
     return path
 
 
-def start(recipe, folder, *settings, command="train"):
-    return run.main([command, "--config", str(recipe), *SMALL, f"run.dir={folder}", *settings])
+def arguments(recipe, folder, *changes):
+    """SMALL with changes: `key=value`, or `-key` for the default. Flags pass."""
+    settings = SMALL | {"run.dir": str(folder)}
+    flags = []
+    for change in changes:
+        if change.startswith("--"):
+            flags.append(change)
+        elif change.startswith("-"):
+            del settings[change[1:]]
+        else:
+            key, _, value = change.partition("=")
+            settings[key] = value
+    pairs = [f"{key}={value}" for key, value in settings.items()]
+    return ["--config", str(recipe), *flags, *pairs]
+
+
+def start(recipe, folder, *changes):
+    return run.main(arguments(recipe, folder, *changes))
 
 
 def lines(path):
@@ -52,7 +100,17 @@ def params_of(folder):
 
 def test_a_run_leaves_what_the_design_names(recipe, tmp_path):
     folder = tmp_path / "run"
-    assert start(recipe, folder, "loop.steps=2", "eval.every=1", "eval.problems=8") == 0
+    assert (
+        start(
+            recipe,
+            folder,
+            "loop.steps=2",
+            "eval.every=1",
+            "eval.problems=8",
+            "log.tensorboard=true",
+        )
+        == 0
+    )
     names = {path.name for path in folder.iterdir()}
     assert names >= {
         "config.yaml",
@@ -79,18 +137,16 @@ def test_a_run_leaves_what_the_design_names(recipe, tmp_path):
 def test_a_resumed_run_equals_the_run_that_was_not_stopped(recipe, tmp_path, mode):
     """Bit for bit, with the same lines in metrics.jsonl, each step once."""
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    common = (f"loop.mode={mode}", "loop.chunk=1", "checkpoint.every=2", "log.tensorboard=false")
-    warm = ("optimizer.warmup_steps=3",)
-    assert start(recipe, whole, "loop.steps=4", *common, *warm) == 0
-    assert start(recipe, stopped, "loop.steps=2", *common, *warm) == 0
-    assert start(recipe, stopped, "loop.steps=4", *common, *warm, "run.resume=true") == 0
-    left, right = params_of(whole), params_of(stopped)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(left):
-        other = right
-        for key in path:
-            other = other[key.key]
-        np.testing.assert_array_equal(leaf, other)
-    timed = ("seconds", "tokens_per_second")
+    common = (f"loop.mode={mode}", "checkpoint.every=2", "optimizer.warmup_steps=3")
+    assert start(recipe, whole, "loop.steps=4", *common) == 0
+    assert start(recipe, stopped, "loop.steps=2", *common) == 0
+    half = params_of(stopped)
+    assert start(recipe, stopped, "loop.steps=4", *common, "run.resume=true") == 0
+    chex.assert_trees_all_equal(params_of(whole), params_of(stopped))
+    # It says nothing of a run that doesn't move.
+    with pytest.raises(AssertionError):
+        chex.assert_trees_all_equal(half, params_of(stopped))
+    timed = ("seconds", "tokens_per_second")  # also of each phase
 
     def steps(folder):
         found = [x for x in lines(folder / "metrics.jsonl") if x["kind"] == "train"]
@@ -114,10 +170,8 @@ def test_grpo_with_its_reference_and_sft_run_from_the_command_line(recipe, tmp_p
     kl = [x["kl"] for x in lines(grpo / "metrics.jsonl") if x["kind"] == "train"]
     assert all(value is None or value >= 0 for value in kl)
     sft = tmp_path / "sft"
-    settings = [s for s in SMALL if not s.startswith(("batch.samples", "sampling.max_new"))]
-    more = ("algorithm.name=sft", "loop.steps=4", "loop.chunk=2", "checkpoint.every=0")
-    arguments = ["--config", str(recipe), *settings, *more, f"run.dir={sft}"]
-    assert run.main([*arguments, "sampling.max_new_tokens=64"]) == 0
+    more = ("algorithm.name=sft", "loop.steps=4", "loop.chunk=2", "sampling.max_new_tokens=64")
+    assert start(recipe, sft, *more, "-batch.samples", "-rollout.overlong_buffer") == 0
     nll = [x["nll"] for x in lines(sft / "metrics.jsonl") if x["kind"] == "train"]
     assert len(nll) == 4
 
@@ -130,22 +184,18 @@ def test_json_prints_one_object_and_nothing_else(recipe, tmp_path, capsys):
 
 
 def test_bad_input_ends_with_2_and_a_reason(capsys, tmp_path):
+    missing = tmp_path / "none.yaml"
     cases = [
         (["batch.promts=3"], "batch.prompts"),
-        (["--config", str(tmp_path / "none.yaml")], "none.yaml"),
+        (["--config", str(missing)], "none.yaml"),
         (["model.path=nowhere"], "nowhere"),
         (["--nonsense"], "--nonsense"),
         (["algorithm.name=sfd"], "did you mean sft"),
         (["batch.prompts=64", "task.train_size=32"], "only 32"),
         (["score", "--task", "countdown", "--input", "x.jsonl", "--output", "y.jsonl"], "x.jsonl"),
     ]
-    for arguments, named in cases:
-        assert (
-            run.main(
-                [*arguments, f"run.dir={tmp_path / 'r'}"] if arguments[0] != "score" else arguments
-            )
-            == 2
-        )
+    for given, named in cases:
+        assert run.main(given) == 2
         assert named in capsys.readouterr().err
 
 
@@ -175,8 +225,8 @@ def test_generate_writes_n_lines_a_prompt_in_order(tmp_path, capsys):
         {"id": 3, "prompt_ids": [5, 6, 7]},
     ]
     source.write_text("\n".join(map(json.dumps, prompts)) + "\n")
-    arguments = ["generate", "--model", NANO, "--input", str(source), "--output", str(output)]
-    assert run.main([*arguments, "--n", "2", "--json", "sampling.max_new_tokens=8"]) == 0
+    given = ["generate", "--model", "nano", "--input", str(source), "--output", str(output)]
+    assert run.main([*given, "--n", "2", "--json", "sampling.max_new_tokens=8"]) == 0
     assert json.loads(capsys.readouterr().out)["completions"] == 6
     found = lines(output)
     assert [line["id"] for line in found] == [1, 1, 2, 2, 3, 3]
@@ -190,14 +240,14 @@ def test_generate_writes_n_lines_a_prompt_in_order(tmp_path, capsys):
 def test_generate_names_the_line_that_is_wrong(tmp_path, capsys):
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "a"}\n{"prompt_ids": [99999]}\n')
-    arguments = ["generate", "--model", NANO, "--input", str(source), "--output", "/dev/null"]
-    assert run.main(arguments) == 2
-    assert "row 2" in capsys.readouterr().err
+    given = ["generate", "--model", "nano", "--input", str(source)]
+    assert run.main([*given, "--output", str(tmp_path / "out.jsonl")]) == 2
+    assert f"{source}:2" in capsys.readouterr().err
 
 
 def test_eval_tells_pass_at_k_and_majority(capsys):
-    arguments = ["eval", "--json", "eval.final_problems=8", "eval.samples=4"]
-    assert run.main([*arguments, "task.heldout_size=8", "sampling.max_new_tokens=24"]) == 0
+    given = ["eval", "--json", "eval.final_problems=8", "eval.samples=4"]
+    assert run.main([*given, "task.heldout_size=8", "sampling.max_new_tokens=24"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["n"] == 8
     assert result["pass@1"] <= result["pass@2"] <= result["pass@4"]
@@ -207,12 +257,38 @@ def test_eval_tells_pass_at_k_and_majority(capsys):
 def test_export_writes_a_checkpoint_of_the_run(recipe, tmp_path):
     folder, output = tmp_path / "run", tmp_path / "out"
     assert start(recipe, folder, "loop.steps=2", "checkpoint.every=1") == 0
-    arguments = ["export", "--run", str(folder), "--output", str(output)]
-    assert run.main([*arguments, "--step", "7"]) == 2
-    assert run.main(arguments) == 0
-    for left, right in zip(
-        jax.tree.leaves(params_of(folder)),
-        jax.tree.leaves(load_params(output, read_config(output))),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(left, right)
+    given = ["export", "--run", str(folder), "--output", str(output)]
+    assert run.main([*given, "--step", "7"]) == 2
+    assert run.main(given) == 0
+    chex.assert_trees_all_equal(params_of(folder), load_params(output, read_config(output)))
+
+
+def test_the_last_and_the_best_checkpoint_are_kept(recipe, tmp_path):
+    folder = tmp_path / "run"
+    more = ("loop.steps=4", "checkpoint.every=1", "checkpoint.keep=2", "eval.every=1")
+    assert start(recipe, folder, *more, "eval.problems=8") == 0
+    steps = sorted(int(path.name) for path in (folder / "checkpoints").iterdir())
+    assert steps[-2:] == [3, 4] and len(steps) <= 3
+
+
+def test_evaluation_says_what_a_command_never_reads(capsys):
+    assert run.main(["eval", "optimizer.learning_rate=1"]) == 2
+    assert "never reads optimizer" in capsys.readouterr().err
+    assert run.main(["export", "--run", "x", "--output", "y", "model.path=z"]) == 2
+
+
+def test_the_bundled_model_is_a_checkpoint_that_transformers_loads():
+    """And encodes prompts by the very tokenizer that it was trained with."""
+    reference = AutoModelForCausalLM.from_pretrained(NANO)
+    tokenizer = AutoTokenizer.from_pretrained(NANO)
+    text = "<|im_start|>user\nUse 3 5 9.<|im_end|>\n"
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    assert tokenizer.decode(ids[0]) == text
+    with torch.no_grad():
+        wanted = reference(ids).logits[0].numpy()
+    shape = read_config(NANO)
+    params = load_params(NANO, shape)
+    tokens = jnp.asarray(ids.numpy())
+    hidden = Qwen(shape).apply({"params": params}, tokens, jnp.arange(tokens.shape[1])[None])
+    got = logits(shape, head_kernel(shape, params), hidden)[0]
+    np.testing.assert_allclose(got, wanted, atol=1e-4 * np.abs(wanted).max())

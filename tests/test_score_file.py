@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlx.rewards import VERIFIERS
-from rlx.rewards.scoring import score_file
+from rlx.score_file import score_file
 
 RIGHT = "x</think><answer>1+2</answer>"
 

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import yaml
 
 from model.errors import BadInput
+from rlx.files import write_atomically
 from rlx.report.chart import Line, Point, line_chart, number_text
-from rlx.report.metrics import read_lines, write_atomically
+from rlx.report.metrics import read_lines
 from rlx.report.progress import clock_time
 from rlx.report.samples import sample_browser
 from rlx.report.scores import score_table

@@ -16,6 +16,7 @@ import numpy as np
 from tensorboardX import SummaryWriter
 
 from model.errors import BadInput
+from rlx.files import write_atomically
 
 KINDS = ("train", "eval")
 RESERVED = ("step", "kind", "nonfinite")
@@ -199,16 +200,6 @@ def json_safe(value: Any) -> Any:
     if array.dtype.kind not in "biufU":
         raise BadInput(f"Expected a value that JSON can hold; got {type(value).__name__}.")
     return json_safe(array.tolist())
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """A reader, or a crash, sees the old file or the new one, never a part."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def _number(name: str, value: SupportsFloat) -> float:

@@ -2,11 +2,10 @@
 
 import json
 import math
-import os
-import tempfile
 from pathlib import Path
 
 from model.errors import BadInput
+from rlx.files import write_atomically
 from rlx.rewards import VERIFIERS, RowError, Score
 from rlx.tasks.files import read_json_lines
 
@@ -31,7 +30,9 @@ def score_file(task_name: str, input: Path, output: Path) -> dict:
             raise BadInput(f"{place}: expected a text `completion`, got {row.get('completion')!r}.")
     verdicts = [_score(task_name, row, place) for place, row in located]
     lines = [row | verdict for (_, row), verdict in zip(located, verdicts, strict=True)]
-    _write_lines(output, lines)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    # json escapes to ASCII: a reader that cuts lines at U+2028 then finds none
+    write_atomically(output, "".join(json.dumps(line) + "\n" for line in lines))
 
     rewards = [verdict["reward"] for verdict in verdicts if verdict["reward"] is not None]
     return {
@@ -64,18 +65,3 @@ def _verdict(score: Score) -> dict:
         "correct": score.correct,
         "reason": score.reason,
     }
-
-
-def _write_lines(path: Path, rows: list[dict]) -> None:
-    # escaped to ASCII: a reader that cuts lines at U+2028 then finds none, and lone surrogates pass
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # beside its place, so that the move is atomic and no half-written file is ever seen there
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="ascii") as file:
-            file.write(text)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
