@@ -140,7 +140,8 @@ def make_learner(config: Config, policy: Policy) -> Learner:
         algorithm=bound_algorithm(config),
         optimizer=make_optimizer(config.optimizer, rate),
         schedule=rate,
-        temperature=config.sampling.temperature,
+        # Given text was not sampled: there `sampling` is for evaluation only.
+        temperature=1.0 if offline(config) else config.sampling.temperature,
         minibatches=config.batch.minibatches,
         epochs=config.batch.epochs,
         micro=config.batch.micro or minibatch,
