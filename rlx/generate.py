@@ -27,7 +27,9 @@ class Generator:
 
     def __init__(self, policy: Policy, *, max_new_tokens: int, rows: int):
         self.rows = rows
-        tokenizer = policy.tokenizer
+        # The program holds on to these for as long as it lives, and must not to the parameters.
+        config, dtype = policy.config, policy.dtype
+        stop_ids, pad_id = policy.tokenizer.stop_ids, policy.tokenizer.pad_id
 
         @functools.partial(jax.jit, static_argnames="group")
         def run(params, tokens, positions, places, first, key, temperature, filters, group):
@@ -36,17 +38,17 @@ class Generator:
                 return jax.vmap(lambda g: jax.random.fold_in(own, g))(first + jnp.arange(group))
 
             return sample(
-                policy.config,
+                config,
                 params,
                 tokens,
                 positions,
                 jax.vmap(keys_of)(places),
                 max_new_tokens=max_new_tokens,
-                stop_ids=jnp.asarray(tokenizer.stop_ids, jnp.int32),
-                pad_id=tokenizer.pad_id,
+                stop_ids=jnp.asarray(stop_ids, jnp.int32),
+                pad_id=pad_id,
                 temperature=temperature,
                 filters=filters,
-                dtype=policy.dtype,
+                dtype=dtype,
             )
 
         self.run = run

@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 
 from model.errors import BadInput
 from model.load import export
+from model.tokenizer import Tokenizer
 from rlx import assemble, ops
 from rlx.checkpoint import Checkpoints
 from rlx.config import Config, ConfigError, load, offline, resolved_yaml
@@ -22,8 +23,9 @@ from rlx.heldout import Heldout
 from rlx.report.html import write_report
 from rlx.report.metrics import MetricsWriter, read_lines
 from rlx.report.progress import Progress, Watch, clock_time
+from rlx.rewards.host import HostVerifier
 from rlx.samples import heldout_samples, training_samples
-from rlx.stepper import offline_stepper, online_stepper
+from rlx.stepper import Stepper, offline_stepper, online_stepper
 from rlx.train import Preview, initial_state
 
 MAY_CHANGE = {
@@ -111,8 +113,8 @@ class Record:
         self,
         config: Config,
         heldout: Heldout,
-        stepper: Any,
-        tokenizer: Any,
+        stepper: Stepper,
+        tokenizer: Tokenizer,
         writer: MetricsWriter,
         progress: Progress,
     ):
@@ -120,7 +122,7 @@ class Record:
         self.tokenizer, self.writer, self.progress = tokenizer, writer, progress
         self.watch = Watch(progress.note)
         self.nonfinite_steps = 0
-        self._failures = 0
+        self._told_failure = False
 
     def evaluate(
         self, step: int, params: PyTree, preview: Preview | None, problems: int, *, greedy: bool
@@ -135,7 +137,7 @@ class Record:
         if rows:
             self.writer.write_samples(step, rows)
         self.progress.note(f"held-out at step {step}: {told(metrics)}")
-        self._tell_failures(self.heldout.verifier)
+        self._tell_failure(self.heldout.verifier)
         return metrics
 
     def steps(self, step: int, stacked: ops.Metrics, length: int, seconds: float) -> None:
@@ -163,12 +165,12 @@ class Record:
                     "or model.dtype=float32 may help."
                 )
         if self.stepper.verifier is not None:
-            self._tell_failures(self.stepper.verifier)
+            self._tell_failure(self.stepper.verifier)
 
-    def _tell_failures(self, verifier: Any) -> None:
-        if verifier.failures and not self._failures:
+    def _tell_failure(self, verifier: HostVerifier) -> None:
+        if verifier.failures and not self._told_failure:
             self.progress.note(f"WARNING: the verifier failed: {verifier.last_failure}")
-        self._failures += verifier.failures
+            self._told_failure = True
 
 
 def train(config: Config, stream: TextIOBase) -> dict[str, Any]:

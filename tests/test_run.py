@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from toy import quick_compilation  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import run
@@ -17,9 +18,9 @@ from model.config import read_config
 from model.heads import logits
 from model.load import load_params
 from model.qwen import Qwen, head_kernel
-from toy import quick_compilation  # noqa: F401
+from rlx.assemble import checkpoint_folder
 
-NANO = Path("model/assets/nano")
+NANO = checkpoint_folder("nano")
 SMALL = {
     "model.weights": "random",
     "task.highest": "10",
