@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 from rlx.algorithms import ALGORITHMS  # noqa: E402
-from rlx.update import gradients, score  # noqa: E402
+from rlx.update import gradients, recompute_logprobs  # noqa: E402
 
 ROWS, WIDTH, PROMPT = 4, 5, 3
 compute = jax.jit(gradients, static_argnums=0)
@@ -69,7 +69,9 @@ def rows():
     made = batch(ROWS, WIDTH, prompt=PROMPT)
     made = made._replace(positions=made.positions.at[1, 0].set(-1).at[1, 1:].add(-1))
     made = made._replace(positions=jnp.maximum(made.positions, -1))
-    current = score(learner(micro=ROWS), initial_params(), made.tokens, made.positions, WIDTH)
+    current = recompute_logprobs(
+        learner(micro=ROWS), initial_params(), made.tokens, made.positions, WIDTH
+    )
     rng = np.random.default_rng(5)
     shift = jnp.asarray(rng.uniform(-0.5, 0.5, (2, ROWS, WIDTH)), jnp.float32)
     return made._replace(old_logprobs=current + shift[0], ref_logprobs=current + shift[1])

@@ -29,7 +29,7 @@ EXPECTED = {
         0.024650,
         (({"beta": 0.0}, 0.023017), ({"beta": 0.5}, 0.043429)),
         GROUP | {"clip_low": 0.2, "clip_high": 0.2, "beta": 0.04},
-        ("kl",),
+        ("kl", "kl/clamped"),
     ),
     "dapo": Expected(
         -0.292894,

@@ -151,11 +151,10 @@ def test_the_brief_prompt_is_exactly_this():
     row = load(seed=0, train_size=1, heldout_size=1, language="brief").train[0]
     numbers = " ".join(map(str, row["nums"]))
     assert row["prompt"] == [
-        {"role": "system", "content": "Reach the target with each number once."},
+        {"role": "system", "content": "Use each number once."},
         {
             "role": "user",
-            "content": "Think in <think>, answer in <answer>."
-            f" Numbers: {numbers}. Target: {row['target']}.",
+            "content": f"Write <think> and <answer> for {numbers} to make {row['target']}.",
         },
         {"role": "assistant", "content": "<think>"},
     ]

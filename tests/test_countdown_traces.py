@@ -89,11 +89,11 @@ def test_each_attempt_is_made_once_and_any_may_be_the_first():
     assert len(chains) == len(set(chains))
     assert {chain[0].equation for chain in chains} == {
         *("24-3=21", "24+3=27", "24*3=72", "24/3=8"),
-        *("24-5=19", "24+5=29", "24*5=120"),
-        *("24-9=15", "24+9=33", "24*9=216"),
+        *("24-5=19", "24+5=29"),
+        *("24-9=15", "24+9=33"),
     }
     firsts = Counter(next(attempts(*row, random.Random(s)))[0].equation for s in range(1000))
-    assert len(firsts) == 10 and min(firsts.values()) > 60
+    assert len(firsts) == 8 and min(firsts.values()) > 60
 
 
 def test_the_example_of_the_documentation_is_a_trace():

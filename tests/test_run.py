@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -192,7 +193,7 @@ def test_bad_input_ends_with_2_and_a_reason(capsys, tmp_path):
         (["model.path=nowhere"], "nowhere"),
         (["--nonsense"], "--nonsense"),
         (["algorithm.name=sfd"], "did you mean sft"),
-        (["batch.prompts=64", "task.train_size=32"], "only 32"),
+        (["batch.prompts=64", "task.train_size=32"], "32 training prompts"),
         (["score", "--task", "countdown", "--input", "x.jsonl", "--output", "y.jsonl"], "x.jsonl"),
     ]
     for given, named in cases:
@@ -288,7 +289,7 @@ def test_the_bundled_model_is_a_checkpoint_that_transformers_loads():
     with torch.no_grad():
         wanted = reference(ids).logits[0].numpy()
     shape = read_config(NANO)
-    params = load_params(NANO, shape)
+    params = jax.tree.map(jnp.asarray, load_params(NANO, shape))
     tokens = jnp.asarray(ids.numpy())
     hidden = Qwen(shape).apply({"params": params}, tokens, jnp.arange(tokens.shape[1])[None])
     got = logits(shape, head_kernel(shape, params), hidden)[0]

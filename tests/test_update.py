@@ -216,13 +216,17 @@ def test_the_ratio_of_a_later_update_has_left_one():
     old = recompute_logprobs(
         made, initial_params(), rows.tokens, rows.positions, rows.mask.shape[1]
     )
-    rows = rows._replace(old_logprobs=old, sampler_logprobs=old)
+    rows = rows._replace(old_logprobs=old, sampler_logprobs=old + 0.125)
     _, _, first = compute(made, initial_params(), rows)
     _, _, second = compute(made, moved().params, rows)
     assert ops.values(first)["ratio/max"] == pytest.approx(1.0, abs=1e-5)
     assert ops.values(second)["ratio/max"] > 1.01
     # Between sampler and trainer when the text was sampled, whatever the policy did since.
-    assert ops.values(second)["sampler_gap/max"] == 0.0
+    assert ops.values(second)["sampler_gap/max"] == pytest.approx(0.125, abs=1e-5)
+    # Where the sampler's own stand for the old ones, the gap is that of the policy now.
+    rows = rows._replace(old_logprobs=old + 0.125)
+    _, _, own = compute(made, initial_params(), rows)
+    assert ops.values(own)["sampler_gap/max"] == pytest.approx(0.125, abs=1e-5)
 
 
 def test_no_reference_no_kl():
