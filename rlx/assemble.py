@@ -20,6 +20,7 @@ from rlx.algorithms import ALGORITHMS, Algorithm
 from rlx.config import Config, hyper, offline, rows, updates
 from rlx.optimizer import make_optimizer, schedule
 from rlx.rollout import Sampling
+from rlx.settings import old_logprobs
 from rlx.tasks import TASKS, Task
 from rlx.train import Plan
 from rlx.update import Learner
@@ -97,10 +98,7 @@ def resolve(config: Config) -> Config:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
         model = model.model_copy(update={"dtype": dtype})
     if not offline(config):
-        if rollout.old_logprobs == "auto":
-            single = config.batch.epochs * config.batch.minibatches == 1
-            old = "current" if single else "recompute"
-            rollout = rollout.model_copy(update={"old_logprobs": old})
+        rollout = rollout.model_copy(update={"old_logprobs": old_logprobs(config)})
         if loop.mode == "auto":
             shape = read_config(checkpoint_folder(model.path))
             small = parameter_count(shape) <= SMALL_PARAMETERS

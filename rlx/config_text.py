@@ -7,7 +7,7 @@ from typing import Any
 
 from rlx.algorithms import ALGORITHMS
 from rlx.algorithms.record import hyper_parameters
-from rlx.settings import Config, Section, hyper, model_of, offline, rows
+from rlx.settings import Config, Section, hyper, model_of, offline, old_logprobs, rows
 from rlx.tasks import TASKS
 from rlx.yaml_text import shown
 
@@ -127,14 +127,11 @@ def _mathematics(doc: str) -> list[str]:
 
 def _rollout(config: Config) -> list[str]:
     rollout, sampling, batch = config.rollout, config.sampling, config.batch
-    single = batch.minibatches * batch.epochs == 1
     old = {
-        "auto": "the current ones: one update a batch, so the ratio is 1"
-        if single
-        else "recomputed by the training model",
+        "current": "the update's own: one update a batch, so the ratio is 1",
         "recompute": "recomputed by the training model",
         "sampler": "the sampler's own",
-    }[rollout.old_logprobs]
+    }[old_logprobs(config)]
     lines = [
         f"old logprobs {old}",
         f"sampling     {batch.prompts} prompts, {batch.samples} samples each, at temperature "

@@ -271,6 +271,13 @@ def hyper(section: Section, function: Callable | None = None) -> dict[str, Any]:
     return {key: values[key] for key in hyper_parameters(function) if key in values}
 
 
+def old_logprobs(config: Config) -> str:
+    """`rollout.old_logprobs`, `auto` resolved: the current ones where a batch gets one update."""
+    if config.rollout.old_logprobs != "auto":
+        return config.rollout.old_logprobs
+    return "current" if config.batch.epochs * config.batch.minibatches == 1 else "recompute"
+
+
 def offline(config: Config) -> bool:
     """Whether the algorithm learns from data as it stands, with no text sampled."""
     return ALGORITHMS[config.algorithm.name].advantages is None

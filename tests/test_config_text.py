@@ -95,3 +95,18 @@ def test_the_formula_tells_the_options_that_change_the_objective():
     for part in ("drawn again", "clip((80 - length) / 20, -1, 0)", "truncated", "recomputed"):
         assert part in text and part not in plain
     assert "advantage    none" in formula(load(None, ["algorithm.name=sft"]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ([], "the update's own"),
+        (["batch.minibatches=2"], "recomputed"),
+        (["rollout.old_logprobs=recompute"], "recomputed"),
+        (["rollout.old_logprobs=current"], "the update's own"),
+        (["rollout.old_logprobs=sampler"], "the sampler's own"),
+    ],
+)
+def test_the_formula_tells_the_old_logprobs_of_every_setting(overrides, told):
+    """A resolved configuration is printed too, which says `current` where the recipe said auto."""
+    assert f"old logprobs {told}" in formula(load(None, overrides))
