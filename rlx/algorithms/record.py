@@ -25,7 +25,6 @@ class Algorithm(NamedTuple):
     [B T] or [B 1], unreduced."""
     weights: Callable
     """Mask of one update's rows -> [B 1] or [B T]; the scalar loss is sum(weights * loss)."""
-    critic: bool = False
 
     def functions(self) -> tuple[Callable, ...]:
         return tuple(f for f in (self.advantages, self.loss, self.weights) if f is not None)
