@@ -54,7 +54,8 @@ def parser(command: str) -> Parser:
 
 
 def train(options: argparse.Namespace) -> dict[str, Any] | None:
-    from rlx.config import formula, load_training, resolved_yaml
+    from rlx.config import load_training, resolved_yaml
+    from rlx.config_text import formula
 
     # Without a recipe it is the main job that runs, on the bundled model.
     config = load_training(options.config or DEFAULT_CONFIG, options.settings)
@@ -74,7 +75,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     from rlx.commands import evaluate as run
     from rlx.config import load
 
-    settings = given(options, "run", "model", "task", "sampling", "eval")
+    settings = given(options, "run", "model", "task", "sampling", "reward", "eval")
     result = run(load(options.config or DEFAULT_CONFIG, settings))
     if not options.json:
         for name, value in result.items():
@@ -104,7 +105,7 @@ def export(options: argparse.Namespace) -> dict[str, Any]:
 
 COMMANDS = {
     "train": (train, "train a policy"),
-    "eval": (evaluate, "held-out pass@1, pass@k and maj@k of a checkpoint"),
+    "eval": (evaluate, "held-out pass@1, pass@k and maj@k, or reward, of a checkpoint"),
     "generate": (generate, "completions for a file of prompts"),
     "score": (score, "rewards for a file of completions"),
     "export": (export, "a run's checkpoint as a Hugging Face folder"),
@@ -138,7 +139,7 @@ def main(arguments: list[str]) -> int:
         if "--help" in rest or "-h" in rest:
             print(p.format_help())
             if command == "train":
-                from rlx.config import describe
+                from rlx.config_text import describe
 
                 print("commands:", ", ".join(COMMANDS), "(run.py COMMAND --help)\n")
                 print(describe())

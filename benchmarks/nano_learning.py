@@ -10,18 +10,10 @@ object with the means and their standard errors over seeds.
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-
-
-def run(config: str, *settings: str) -> dict:
-    command = [sys.executable, "run.py", "--json", "--config", f"configs/{config}", *settings]
-    done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout)
+from runs import run
 
 
 def over_seeds(values: list[float]) -> dict[str, float]:

@@ -49,7 +49,12 @@ FAMILIES = {
     "qwen3": "Qwen3ForCausalLM",
     "llama": "LlamaForCausalLM",
 }
-"""The `model_type`s that we read, and the architecture that their configurations name."""
+"""The `model_type`s that we read, and the architecture that a policy's configuration names."""
+
+SCORERS = {
+    family: name.replace("CausalLM", "SequenceClassification") for family, name in FAMILIES.items()
+}
+"""The architecture that a reward model's configuration names; its shape is read alike."""
 
 DTYPES = ("float32", "bfloat16")
 """What a checkpoint may be written in."""
@@ -95,7 +100,9 @@ INERT = {
     # How another library initialises, caches, returns and classifies.
     **dict.fromkeys(("initializer_range", "use_cache", "torchscript", "is_decoder"), ANY),
     **dict.fromkeys(("output_attentions", "output_hidden_states", "return_dict"), ANY),
-    **dict.fromkeys(("id2label", "label2id", "problem_type", "task_specific_params"), ANY),
+    # A classifier's labels are counted below; to a language model they are nothing.
+    **dict.fromkeys(("num_labels", "id2label", "label2id", "problem_type"), ANY),
+    "task_specific_params": ANY,
     **dict.fromkeys(("keys_to_ignore_at_inference", "_attn_implementation_autoset"), ANY),
 }
 """Fields that change nothing here: at the values listed, or at any."""
@@ -258,8 +265,13 @@ def _refused(config: Mapping[str, Any], family: str) -> list[str]:
     used = {*USED} if family == "qwen2" else {*USED, "attention_bias"}
     faults = []
     named = config.get("architectures")
-    if named is not None and named != [FAMILIES[family]]:
-        faults.append(f"architectures must be [{FAMILIES[family]!r}], and is {named!r}")
+    if named == [SCORERS[family]]:
+        faults += _labels_refused(config)
+    elif named is not None and named != [FAMILIES[family]]:
+        faults.append(
+            f"architectures must be [{FAMILIES[family]!r}], or [{SCORERS[family]!r}] for a reward "
+            f"model, and is {named!r}"
+        )
     for name, value in config.items():
         if name in used or INERT.get(name) is ANY:
             continue
@@ -270,6 +282,20 @@ def _refused(config: Mapping[str, Any], family: str) -> list[str]:
     if unknown:
         faults.append(f"unknown fields, which may change the model: {', '.join(unknown)}")
     return faults
+
+
+def _labels_refused(config: Mapping[str, Any]) -> list[str]:
+    """A reward model gives one score; with more labels it is a classifier."""
+    labels = config.get("id2label")
+    stated = [config.get("num_labels"), len(labels) if isinstance(labels, Mapping) else labels]
+    # Where the file says nothing, transformers takes two labels.
+    counts = [count for count in stated if count is not None] or [2]
+    return [
+        f"num_labels (or the length of id2label) must be 1 where architectures is "
+        f"{config['architectures']!r}, and is {count!r}: only a reward model's one score is read"
+        for count in counts
+        if count != 1
+    ][:1]
 
 
 def _rope_theta(config: Mapping[str, Any], faults: list[str]) -> float:

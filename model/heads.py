@@ -1,4 +1,10 @@
-"""From hidden states to logits, and to log-probability and entropy without [B, T, V]."""
+"""From hidden states to logits, to log-probability and entropy without [B, T, V], and to values.
+
+    params["value_head"]["kernel"]     # [D, 1] float32: a critic's head, or a reward model's
+
+It stands in the parameters only where there is such a head; sampling and log-probabilities do not
+read it.
+"""
 
 from typing import NamedTuple
 
@@ -20,6 +26,9 @@ class Outputs(NamedTuple):
 
     logprobs: Float[Array, "B T"]
     entropy: Float[Array, "B T"]
+    values: Float[Array, "B T+1"]
+    """Of the state before each token, and after the last; zeros where the parameters have no
+    `value_head`."""
 
 
 def logits(
@@ -39,7 +48,7 @@ def token_logprobs(
     hidden: Float[Array, "B T D"],
     targets: Int[Array, "B T"],
     temperature: float | Float[Array, ""] = 1.0,
-) -> Outputs:
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Log-probability of each target, and the entropy, of the softmax at `temperature`.
 
     The tokens pass in chunks; each chunk's logits are computed again on the way back.
@@ -61,9 +70,7 @@ def token_logprobs(
 
     chunks = (hidden.reshape(-1, chunk, width), targets.reshape(-1, chunk))
     logprobs, entropy = jax.lax.map(of_chunk, chunks)
-    return Outputs(
-        logprobs.reshape(-1)[:count].reshape(shape), entropy.reshape(-1)[:count].reshape(shape)
-    )
+    return logprobs.reshape(-1)[:count].reshape(shape), entropy.reshape(-1)[:count].reshape(shape)
 
 
 def completion_outputs(
@@ -74,8 +81,58 @@ def completion_outputs(
     width: int,
     temperature: float | Float[Array, ""] = 1.0,
 ) -> Outputs:
-    """Of the last `width` columns, each predicted by the column before it."""
-    hidden = model.apply({"params": params}, tokens, positions)
+    """Of the last `width` columns, each predicted by the column before it.
+
+    That column is the state before the token: its value is of the same hidden state.
+    """
+    hidden = model.apply({"params": params}, tokens, positions)[:, -width - 1 :]
     kernel = head_kernel(model.config, params)
-    hidden = hidden[:, -width - 1 : -1]
-    return token_logprobs(model.config, kernel, hidden, tokens[:, -width:], temperature)
+    targets = tokens[:, -width:]
+    logprobs, entropy = token_logprobs(model.config, kernel, hidden[:, :-1], targets, temperature)
+    has_head = "value_head" in params
+    values = head_values(params, hidden) if has_head else jnp.zeros(hidden.shape[:2], jnp.float32)
+    return Outputs(logprobs, entropy, values)
+
+
+def with_value_head(config: ModelConfig, params: PyTree) -> PyTree:
+    """The parameters with a value head: the one they have, or one of zeros.
+
+    A critic then starts at V = 0, and a reward model prefers neither text of a pair (loss log 2).
+    """
+    zeros = {"kernel": jnp.zeros((config.hidden_size, 1), jnp.float32)}
+    return {"value_head": zeros} | params
+
+
+def head_values(params: PyTree, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch"]:
+    """The value head's float32 product with each hidden state."""
+    # GPU and TPU would round the factors of a float32 product by default.
+    kernel = params["value_head"]["kernel"].astype(jnp.float32)
+    exact = jax.lax.Precision.HIGHEST
+    return jnp.matmul(hidden.astype(jnp.float32), kernel, precision=exact)[..., 0]
+
+
+def state_values(
+    model: Qwen,
+    params: PyTree,
+    tokens: Int[Array, "B S"],
+    positions: Int[Array, "B S"],
+    width: int,
+) -> Float[Array, "B {width}+1"]:
+    """The value before each of the last `width` columns, and after the last of them.
+
+    Column t is `completion_outputs`' value of token t. After a row's last real token at completion
+    column k the value stands in column k + 1; columns beyond it are padding's.
+    """
+    hidden = model.apply({"params": params}, tokens, positions)
+    return head_values(params, hidden[:, -width - 1 :])
+
+
+def last_scores(
+    model: Qwen, params: PyTree, tokens: Int[Array, "B S"], positions: Int[Array, "B S"]
+) -> Float[Array, " B"]:
+    """The head at each row's last token (its last column with a position), on whichever side the
+    row is padded. A row of padding alone has a score that means nothing."""
+    hidden = model.apply({"params": params}, tokens, positions)
+    columns = jnp.arange(tokens.shape[1])
+    last = jnp.argmax(jnp.where(positions >= 0, columns, -1), axis=1)
+    return head_values(params, hidden[jnp.arange(tokens.shape[0]), last])

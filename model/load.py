@@ -1,27 +1,23 @@
-"""Reading and writing the policy's parameters as Hugging Face checkpoints.
+"""Reading and writing parameters as Hugging Face checkpoints of language models.
 
 Everything stays on the host: what is read are numpy arrays, which the caller moves to devices.
+Reward models have a head of another kind: `model/score_head.py`.
 """
 
 import contextlib
-import json
-import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from model.config import CheckpointError, ModelConfig, from_hugging_face, read_json, to_hugging_face
-from model.tensors import Tensor, tensors
+from model.shards import listed, open_shards, write_json, write_shards
+from model.tensors import SCORE, Tensor, tensors
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 READABLE = ("F32", "F16", "BF16")
 NUMPY_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 COMPUTED = "rotary_emb.inv_freq"
@@ -31,20 +27,32 @@ TOKENIZER_FILES = (
     *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
     *("generation_config.json",),
 )
+MAX_SHARD_BYTES = 5 * 10**9
 
 
 def load_params(
     folder: str | Path, config: ModelConfig, dtype: DTypeLike = np.float32
 ) -> dict[str, Any]:
-    """The parameters in a checkpoint folder, as nested dicts of numpy arrays of `dtype`.
+    """The policy's parameters in a checkpoint folder, as nested dicts of numpy arrays of `dtype`.
+
+    Raises `CheckpointError` that lists all missing, unexpected, misshapen and misfiled tensors,
+    and for a reward model.
+    """
+    return read_params(folder, config, tensors(config), dtype)
+
+
+def read_params(
+    folder: str | Path, config: ModelConfig, wanted: Mapping[str, Tensor], dtype: DTypeLike
+) -> dict[str, Any]:
+    """The parameters that these tensors make up.
 
     Tensors are read one by one into stacked arrays, so the peak is the parameters and one tensor.
-    Raises `CheckpointError` that lists all missing, unexpected, misshapen and misfiled tensors.
     """
     folder = Path(folder)
-    wanted = tensors(config)
     with contextlib.ExitStack() as stack:
-        held, faults = _open(folder, stack)
+        held, faults = open_shards(folder, stack)
+        if not faults:
+            _check_kind(folder, held, wanted)
         faults += _mismatches(held, wanted, config)
         if faults:
             raise CheckpointError(
@@ -68,43 +76,46 @@ def save_params(
     config: ModelConfig,
     *,
     dtype: str = "float32",
-    max_shard_bytes: int = 5 * 10**9,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes `config.json` and the weights, sharded with an index where they need two files.
+    """Writes `config.json` and the policy's weights, sharded with an index where they need two
+    files.
 
-    Weights that the folder already holds are removed, since a reader would prefer a stale single
-    file to new shards. Raises `CheckpointError` that lists all missing, unexpected and misshapen
-    leaves.
+    A `value_head` among the parameters is left out: a critic's head is no part of the policy.
+    Raises `CheckpointError` that lists all missing, unexpected and misshapen leaves.
     """
-    folder = Path(folder)
+    policy = {name: leaf for name, leaf in params.items() if name != "value_head"}
     described = to_hugging_face(config, dtype=dtype)
-    wanted = tensors(config)
+    write_params(folder, policy, config, tensors(config), described, max_shard_bytes)
+
+
+def write_params(
+    folder: str | Path,
+    params: Mapping[str, Any],
+    config: ModelConfig,
+    wanted: Mapping[str, Tensor],
+    described: Mapping[str, Any],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Writes these tensors of the parameters, and `described` as their `config.json`."""
+    folder = Path(folder)
     leaves = _check_leaves(params, wanted, config)
     folder.mkdir(parents=True, exist_ok=True)
-    for stale in [*folder.glob("model*.safetensors"), folder / INDEX]:
-        stale.unlink(missing_ok=True)
+    write_json(folder / "config.json", described)
 
-    _write_json(folder / "config.json", described)
-    number = NUMPY_DTYPES[dtype]
-    shards = _shards(wanted, number.itemsize, max_shard_bytes)
-    weight_map = {}
-    for k, names in enumerate(shards, 1):
-        file = SINGLE if len(shards) == 1 else f"model-{k:05d}-of-{len(shards):05d}.safetensors"
-        shard = {}
-        for name in names:
-            tensor = wanted[name]
-            leaf = leaves[tensor.path]
-            leaf = np.asarray(leaf if tensor.layer is None else leaf[tensor.layer])
-            # safetensors writes a transposed view's memory as it lies: the copy must be in order.
-            shard[name] = np.ascontiguousarray(tensor.to_stored(leaf), dtype=number)
-            weight_map[name] = file
-        save_file(shard, folder / file, metadata={"format": "pt"})
-        # The library makes the file for its owner alone, unlike all others in the folder.
-        shutil.copymode(folder / "config.json", folder / file)
-    if len(shards) > 1:
-        total = sum(math.prod(tensor.stored) for tensor in wanted.values()) * number.itemsize
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(folder / INDEX, index)
+    def stored(name: str) -> np.ndarray:
+        tensor = wanted[name]
+        leaf = leaves[tensor.path]
+        return tensor.to_stored(np.asarray(leaf if tensor.layer is None else leaf[tensor.layer]))
+
+    write_shards(
+        folder,
+        {name: tensor.stored for name, tensor in wanted.items()},
+        stored,
+        NUMPY_DTYPES[described["dtype"]],
+        max_shard_bytes=max_shard_bytes,
+        like=folder / "config.json",
+    )
 
 
 def export(
@@ -114,13 +125,33 @@ def export(
     *,
     source: str | Path,
     dtype: str = "float32",
-    max_shard_bytes: int = 5 * 10**9,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes a whole checkpoint: the parameters, with the tokenizer and settings of `source`.
+    """Writes a whole checkpoint: the policy, with the tokenizer and settings of `source`.
+
+    A `value_head` is left out, as by `save_params`; otherwise as `write_whole` does.
+    """
+
+    def write(partial: Path) -> None:
+        save_params(partial, params, config, dtype=dtype, max_shard_bytes=max_shard_bytes)
+
+    write_whole(folder, config, write, source=source)
+
+
+def write_whole(
+    folder: str | Path,
+    config: ModelConfig,
+    write: Callable[[Path], None],
+    *,
+    source: str | Path,
+    changes: Mapping[str, Mapping[str, Any]] | None = None,
+) -> None:
+    """What `write` puts into a folder, with the tokenizer and settings of `source`.
 
     Fields of the source's `config.json` that the parameters don't determine, such as token ids,
-    stay. All is written beside `folder` and renamed at the end, so that a partial export never
-    looks whole. An earlier checkpoint at `folder` is replaced; another folder is refused.
+    stay. `changes` are fields of tokenizer files, by the file's name. All is written beside
+    `folder` and renamed at the end, so that a partial export never looks whole. An earlier
+    checkpoint at `folder` is replaced; another folder is refused.
     """
     folder, source = Path(folder).absolute(), Path(source).absolute()
     if not source.is_dir():
@@ -144,11 +175,14 @@ def export(
     for leftover in (partial, previous):
         if leftover.exists():
             shutil.rmtree(leftover)
-    save_params(partial, params, config, dtype=dtype, max_shard_bytes=max_shard_bytes)
-    _write_json(partial / "config.json", extra | read_json(partial / "config.json"))
+    write(partial)
+    write_json(partial / "config.json", extra | read_json(partial / "config.json"))
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, partial / name)
+    for name, fields in (changes or {}).items():
+        before = read_json(partial / name) if (partial / name).is_file() else {}
+        write_json(partial / name, before | fields)
     if folder.exists():
         folder.rename(previous)
     partial.rename(folder)
@@ -156,51 +190,18 @@ def export(
         shutil.rmtree(previous)
 
 
-def _open(folder: Path, stack: contextlib.ExitStack) -> tuple[dict[str, Any], list[str]]:
-    """The open file of each tensor in the folder, and what is wrong with the index."""
-    if not folder.is_dir():
-        raise CheckpointError(f"There is no checkpoint folder {folder}.")
-    weight_map = None
-    if (folder / SINGLE).is_file():
-        files = [SINGLE]
-    elif (folder / INDEX).is_file():
-        weight_map = read_json(folder / INDEX).get("weight_map")
-        named = isinstance(weight_map, dict) and weight_map
-        if not named or not all(isinstance(file, str) for file in weight_map.values()):
-            raise CheckpointError(f"{folder / INDEX} has no weight_map from tensors to files.")
-        files = sorted(set(weight_map.values()))
-    elif any(folder.glob("*.bin")):
+def _check_kind(folder: Path, held: Mapping[str, Any], wanted: Mapping[str, Tensor]) -> None:
+    """Policy and reward model differ in their head; without this a wrong folder would be told of
+    as a list of tensors."""
+    if SCORE in held and SCORE not in wanted:
         raise CheckpointError(
-            f"{folder} holds its weights in .bin files only; convert them to {SINGLE} "
-            "(load them with transformers, then save_pretrained)."
+            f"{folder}: this is a reward model (its head, {SCORE}, gives a text one score), and a "
+            f"language model was expected."
         )
-    else:
-        raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}.")
-
-    held: dict[str, Any] = {}
-    where: dict[str, str] = {}
-    faults = []
-    for file in files:
-        if not (folder / file).is_file():
-            faults.append(f"{INDEX} names the file {file}, which is not there")
-            continue
-        try:
-            opened = stack.enter_context(safe_open(folder / file, framework="numpy"))
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{folder / file} is not a whole safetensors file: {error}."
-            ) from None
-        names = opened.keys()
-        held |= dict.fromkeys(names, opened)
-        where |= dict.fromkeys(names, file)
-    if weight_map is not None:
-        lies = [n for n, file in weight_map.items() if where.get(n, file) != file or n not in held]
-        if lies:
-            faults.append(f"{INDEX} names tensors that their files do not hold: {_list(lies)}")
-        unnamed = sorted(set(held) - set(weight_map))
-        if unnamed:
-            faults.append(f"{INDEX} does not name tensors that the files hold: {_list(unnamed)}")
-    return held, faults
+    if SCORE in wanted and SCORE not in held:
+        raise CheckpointError(
+            f"{folder}: this is no reward model (it holds no {SCORE}), and one was expected."
+        )
 
 
 def _mismatches(
@@ -210,7 +211,7 @@ def _mismatches(
     faults = []
     missing = [name for name in wanted if name not in held]
     if missing:
-        faults.append(f"missing {_list(missing)}")
+        faults.append(f"missing {listed(missing)}")
     if "lm_head.weight" in missing:
         faults.append("tie_word_embeddings is false, so lm_head.weight must be there")
     expected = {**wanted}
@@ -218,7 +219,7 @@ def _mismatches(
         expected["lm_head.weight"] = wanted["model.embed_tokens.weight"]
     unexpected = [name for name in held if name not in expected and not name.endswith(COMPUTED)]
     if unexpected:
-        faults.append(f"unexpected {_list(unexpected)}")
+        faults.append(f"unexpected {listed(unexpected)}")
     misfits = []
     for name, tensor in expected.items():
         if name not in held:
@@ -229,7 +230,7 @@ def _mismatches(
         elif found.get_dtype() not in READABLE:
             misfits.append(f"{name} is {found.get_dtype()} for one of {', '.join(READABLE)}")
     if misfits:
-        faults.append(f"misshapen {_list(misfits)}")
+        faults.append(f"misshapen {listed(misfits)}")
     elif config.tie_embeddings and "lm_head.weight" in held and not missing:
         head, embedding = (
             held[name].get_tensor(name) for name in ("lm_head.weight", "model.embed_tokens.weight")
@@ -252,33 +253,19 @@ def _check_leaves(
     }
     faults = []
     if missing := sorted(set(shapes) - set(leaves)):
-        faults.append(f"missing {_list(missing)}")
+        faults.append(f"missing {listed(missing)}")
     if unexpected := sorted(set(leaves) - set(shapes)):
-        faults.append(f"unexpected {_list(unexpected)}")
+        faults.append(f"unexpected {listed(unexpected)}")
     misfits = [
         f"{path} is {list(np.shape(leaves[path]))} for {list(shape)}"
         for path, shape in shapes.items()
         if path in leaves and np.shape(leaves[path]) != shape
     ]
     if misfits:
-        faults.append(f"misshapen {_list(misfits)}")
+        faults.append(f"misshapen {listed(misfits)}")
     if faults:
         raise CheckpointError("The parameters do not fit their model: " + "; ".join(faults) + ".")
     return leaves
-
-
-def _shards(wanted: Mapping[str, Tensor], itemsize: int, max_shard_bytes: int) -> list[list[str]]:
-    """Names of each file; a tensor that is larger than a shard has a file of its own."""
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, tensor in wanted.items():
-        nbytes = math.prod(tensor.stored) * itemsize
-        if shards[-1] and filled + nbytes > max_shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += nbytes
-    return shards
 
 
 def _walk(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -298,11 +285,3 @@ def _nest(leaves: Mapping[str, np.ndarray]) -> dict[str, Any]:
             node = node.setdefault(parent, {})
         node[last] = leaf
     return result
-
-
-def _list(names: list[str]) -> str:
-    return f"({len(names)}) " + ", ".join(names)
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -198,10 +198,12 @@ def cast(params: PyTree, dtype: DTypeLike) -> PyTree:
 
     The scales of norms stay as they are: training multiplies with the unrounded ones, and in
     bfloat16 a sampler that rounds them is a quarter further from the trainer's log-probabilities.
+    So does a value head, whose product is float32 in any case.
     """
 
     def leaf(path, value):
-        return value if path[-1].key == "scale" else value.astype(dtype)
+        kept = path[-1].key == "scale" or path[0].key == "value_head"
+        return value if kept else value.astype(dtype)
 
     return jax.tree_util.tree_map_with_path(leaf, params)
 

@@ -13,8 +13,8 @@ class Row(NamedTuple):
     """A leaf of the parameters, and the tensor that stores it.
 
     Axes are letters: V vocabulary, D model width, H heads, K key-value heads, d head width, F
-    feed-forward width. A bracket is one axis of the stored tensor: `(H d) D` is a matrix
-    [H * d, D], and the leaf `D H d` is its transpose, unfolded.
+    feed-forward width; 1 is the score. A bracket is one axis of the stored tensor: `(H d) D` is a
+    matrix [H * d, D], and the leaf `D H d` is its transpose, unfolded.
     """
 
     path: str
@@ -24,11 +24,15 @@ class Row(NamedTuple):
     present: Callable[[ModelConfig], bool] = lambda config: True
 
 
+SCORE = "score.weight"
+"""The one tensor that a reward model has and a policy has not."""
+
 OUTER = (
     Row("embed/embedding", "V D", "model.embed_tokens.weight", "V D"),
     Row("norm/scale", "D", "model.norm.weight", "D"),
-    Row("lm_head/kernel", "D V", "lm_head.weight", "V D", lambda c: not c.tie_embeddings),
 )
+LM_HEAD = Row("lm_head/kernel", "D V", "lm_head.weight", "V D", lambda c: not c.tie_embeddings)
+SCORE_HEAD = Row("value_head/kernel", "D 1", SCORE, "1 D")
 # Paths under `layers/`, where each leaf has the layers stacked on a leading axis; names under
 # `model.layers.{layer}.`.
 LAYER = (
@@ -70,8 +74,18 @@ class Tensor(NamedTuple):
 
 
 def tensors(config: ModelConfig) -> dict[str, Tensor]:
-    """The tensors that a checkpoint of this model holds, by name."""
+    """The tensors that a checkpoint of this model as a policy holds, by name."""
+    return _tensors(config, (*OUTER, LM_HEAD))
+
+
+def scorer_tensors(config: ModelConfig) -> dict[str, Tensor]:
+    """The tensors that a checkpoint of this model as a reward model holds, by name."""
+    return _tensors(config, (*OUTER, SCORE_HEAD))
+
+
+def _tensors(config: ModelConfig, outer: tuple[Row, ...]) -> dict[str, Tensor]:
     sizes = {
+        "1": 1,
         "V": config.vocab_size,
         "D": config.hidden_size,
         "H": config.num_heads,
@@ -92,7 +106,7 @@ def tensors(config: ModelConfig) -> dict[str, Tensor]:
             order=tuple(unfolded.index(axis) for axis in row.axes.split()),
         )
 
-    result = {row.name: tensor(row, row.path, None) for row in OUTER if row.present(config)}
+    result = {row.name: tensor(row, row.path, None) for row in outer if row.present(config)}
     for layer in range(config.num_layers):
         for row in LAYER:
             if row.present(config):

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 from jinja2.exceptions import TemplateError
@@ -14,6 +14,14 @@ from model.errors import BadInput
 
 PROBE = "Hello  world,\n\n\tit's 3.14 (a+b)*c = 1234567?\r\n  Größe, e\u0301, 中文。 def f(x): "
 """Runs of spaces, digits, contractions, accents: where one kind of tokenizer gives away another."""
+
+
+class ChatText(NamedTuple):
+    """A rendered conversation, up to the end of its last assistant turn."""
+
+    ids: list[int]
+    assistant: list[bool]
+    """True on what the model is to write: each answer and the token that ends its turn."""
 
 
 class Tokenizer:
@@ -32,8 +40,10 @@ class Tokenizer:
         self.stop_ids: tuple[int, ...] = tuple(sorted(stops))
         self._length = max(vocabulary.values()) + 1
         # Padding is known by position, never by id; any id in range serves.
-        self.end_id: int | None = inner.eos_token_id
-        """The stop token that ends a worked completion."""
+        self.end_id: int | None = (
+            self.stop_ids[-1] if inner.eos_token_id is None and stops else inner.eos_token_id
+        )
+        """The stop token that ends a worked completion; None where there is none."""
         self.pad_id: int = next(
             id for id in (inner.pad_token_id, inner.eos_token_id, 0) if id is not None
         )
@@ -71,11 +81,6 @@ class Tokenizer:
 
     def render(self, messages: Sequence[Mapping[str, str]], **template_arguments: Any) -> str:
         """The text that the chat template makes of the messages, up to where the model goes on."""
-        if not self.inner.chat_template:
-            raise BadInput(
-                "The prompt is a list of chat messages, and this tokenizer has no chat template; "
-                "give the prompt as text."
-            )
         _check_messages(messages)
         chat = [dict(message) for message in messages]
         # A prefill goes behind the generation prompt as it is. Rendered as a finished message it
@@ -83,13 +88,82 @@ class Tokenizer:
         prefill = chat.pop()["content"] if chat[-1]["role"] == "assistant" else ""
         if not chat:
             raise BadInput("The chat holds nothing but the start of the assistant's answer.")
-        try:
-            text = self.inner.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=True, **template_arguments
+        return self._template(chat, add_generation_prompt=True, **template_arguments) + prefill
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[ChatText]:
+        """A finished conversation, to learn its assistant turns from: one text, as a rule.
+
+        Each answer is encoded by itself behind the ids of what came before it, as when it is
+        sampled. A template may write an answer in another way once it is history: Qwen3's drops its
+        think block. The conversation then comes to several texts, each ended by an answer as the
+        template writes it when it is the last, behind the history that a model sees there.
+
+        Raises BadInput where no message is the assistant's, or where one answers nothing.
+        """
+        _check_messages(messages)
+        texts: list[ChatText] = []
+        past = ""  # what the ids of the last of `texts` stand for
+        for place, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            if place == 0 or messages[place - 1]["role"] == "assistant":
+                raise BadInput(
+                    f"Chat message {place}, the assistant's, must follow a message of another role."
+                )
+            prompt = self.render(messages[:place])
+            text, answer = self._answer(prompt, messages[: place + 1])
+            if not texts or not prompt.startswith(past):
+                texts.append(ChatText([], []))
+                past = ""
+            context = self.encode(prompt[len(past) :])
+            texts[-1].ids.extend([*context, *answer])
+            texts[-1].assistant.extend([False] * len(context) + [True] * len(answer))
+            past = prompt + text
+        if not texts:
+            raise BadInput("The conversation holds no message of the assistant's.")
+        return texts
+
+    def encode_answer(self, prompt: str | Sequence[Mapping[str, str]], answer: str) -> list[int]:
+        """What the model should write after `encode_prompt(prompt)`, up to its one stop token.
+
+        After chat messages, as the template writes it; after text or a prefill, as it stands.
+        """
+        if isinstance(prompt, str) or prompt[-1]["role"] == "assistant":
+            return self._ended(answer)
+        message = {"role": "assistant", "content": answer}
+        return self._answer(self.render(prompt), [*prompt, message])[1]
+
+    def _answer(self, prompt: str, messages: Sequence[Mapping[str, str]]) -> tuple[str, list[int]]:
+        """The last message's text and ids behind the rendered prompt, its stop token included.
+
+        As it stands where the template does not write it behind its own generation prompt, or ends
+        it with no stop token: R1's opens a think block there that its finished turns do not have.
+        """
+        finished = self._template(messages, add_generation_prompt=False)
+        turn = finished[len(prompt) :] if finished.startswith(prompt) else ""
+        stops = [self.decode([id]) for id in self.stop_ids]
+        end = min((turn.index(stop) + len(stop) for stop in stops if stop in turn), default=0)
+        if end:
+            return turn[:end], self.encode(turn[:end])
+        content = messages[-1]["content"]
+        return content + self.decode([self.end_id]), self._ended(content)
+
+    def _ended(self, text: str) -> list[int]:
+        ids = self.encode(text)
+        end = next((i for i, id in enumerate(ids) if id in self.stop_ids), len(ids))
+        return [*ids[:end], self.end_id]
+
+    def _template(self, messages: Sequence[Mapping[str, str]], **arguments: Any) -> str:
+        if not self.inner.chat_template:
+            raise BadInput(
+                "The prompt is a list of chat messages, and this tokenizer has no chat template; "
+                "give the prompt as text."
             )
+        chat = [dict(message) for message in messages]
+        try:
+            return self.inner.apply_chat_template(chat, tokenize=False, **arguments)
         except TemplateError as error:
             raise BadInput(f"The chat template refuses the messages: {error}") from None
-        return text + prefill
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids, special tokens and spaces as they stand."""

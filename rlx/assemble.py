@@ -1,6 +1,7 @@
 """From a configuration to the parts of a run: model, task, learner, plan."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,18 +13,27 @@ from jaxtyping import Key, PyTree
 import model
 from model.config import ModelConfig, read_config
 from model.errors import BadInput
+from model.heads import with_value_head
 from model.load import load_params
-from model.qwen import Qwen, initialise
+from model.qwen import Qwen, cast, initialise
 from model.sample import Filters
+from model.score_head import is_scorer, load_scorer
 from model.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from rlx.algorithms import ALGORITHMS, Algorithm
-from rlx.config import Config, hyper, offline, rows, updates
-from rlx.optimizer import make_optimizer, schedule
-from rlx.rollout import Sampling
-from rlx.settings import old_logprobs
+from rlx import ops
+from rlx.algorithms import TERMS
+from rlx.algorithms.record import hyper_parameters, of_scores
+from rlx.corrections import CORRECTIONS
+from rlx.optimizer import apart, make_optimizer, schedule
+from rlx.prepare import Plan
+from rlx.replay import empty_replay
+from rlx.rollout import Prompts, Sampling, empty_rollout
+from rlx.settings import Config, offline, old_logprobs, rows, terms, updates
+from rlx.shaping import Shaping
+from rlx.signatures import hyper
 from rlx.tasks import TASKS, Task
-from rlx.train import Plan
-from rlx.update import Learner
+from rlx.train import start_memory
+from rlx.types import Memory
+from rlx.update import Learner, Term
 
 BUNDLED = {"nano": Path(model.__file__).parent / "assets" / "nano"}
 SMALL_PARAMETERS = 1_000_000_000
@@ -54,12 +64,20 @@ class Policy(NamedTuple):
     dtype: jnp.dtype
 
 
-def checkpoint_folder(path: str) -> Path:
-    """The folder that `model.path` names. Raises BadInput where there is none."""
+class RewardModel(NamedTuple):
+    """A frozen model whose score is the reward."""
+
+    model: Qwen
+    params: PyTree
+    """With a `value_head`."""
+
+
+def checkpoint_folder(path: str, setting: str = "model.path") -> Path:
+    """The folder that a setting names. Raises BadInput where there is none."""
     folder = BUNDLED.get(path, Path(path))
     if not folder.is_dir():
         raise BadInput(
-            f"model.path: expected a checkpoint folder in Hugging Face's format, or one of "
+            f"{setting}: expected a checkpoint folder in Hugging Face's format, or one of "
             f"{', '.join(BUNDLED)}; came {path}, which is no folder."
         )
     return folder
@@ -120,35 +138,159 @@ def load_task(config: Config) -> Task:
         raise BadInput(f"task: {error}") from error
 
 
-def bound_algorithm(config: Config) -> Algorithm:
-    return ALGORITHMS[config.algorithm.name].bind(**hyper(config.algorithm))
+def bound_terms(config: Config) -> tuple[Term, ...]:
+    """The losses of the run with their hyper-parameters, the critic's last where there is one."""
+    chosen = []
+    for term in terms(config):
+        fixed = dict(term.hyper)
+        if "budget" in term.row.hyper_parameters():
+            fixed["budget"] = config.sampling.max_new_tokens
+        chosen.append(Term(term.name, term.row.bind(**fixed), term.weight))
+    for term in chosen:
+        if term.algorithm.critic:
+            value = TERMS["value"]._replace(advantages=term.algorithm.advantages)
+            value = value._replace(
+                loss=functools.partial(value.loss, value_clip=config.critic.value_clip)
+            )
+            return *chosen, Term("value", value, config.critic.coefficient)
+    return tuple(chosen)
 
 
-def make_learner(config: Config, policy: Policy) -> Learner:
+def uses_reference(config: Config) -> bool:
+    """Whether a loss or the reward reads the log-probabilities of the policy at its start."""
+    penalised = not offline(config) and config.reward.kl != "none"
+    return penalised or any(term.algorithm.uses_reference() for term in bound_terms(config))
+
+
+def trained_params(config: Config, policy: Policy) -> PyTree:
+    """The policy's parameters, with a head for scores or values where one is trained on them."""
+    headed = needs_critic(config) and config.critic.kind == "head"
+    if trains_scorer(config) or headed:
+        return with_value_head(policy.config, policy.params)
+    return policy.params
+
+
+def trains_scorer(config: Config) -> bool:
+    """Whether the run makes a reward model instead of a policy."""
+    return terms(config)[0].row.inputs is of_scores
+
+
+def check_verifier(config: Config, task: Task) -> None:
+    """Raises BadInput where the task's verifier can't give what the run asks of it."""
+    if task.score is None:
+        raise BadInput(
+            f"reward.source: the task {task.name} has no verifier; expected reward.source=model, "
+            "with a reward model in reward.model."
+        )
+    if config.rollout.retire_after and not task.verdicts:
+        raise BadInput(
+            f"rollout.retire_after: expected 0, since the verifier of {task.name} calls nothing "
+            f"right or wrong; came {config.rollout.retire_after}."
+        )
+
+
+class Critic(NamedTuple):
+    """A model of its own that foresees rewards."""
+
+    config: ModelConfig
+    params: PyTree
+    """With a `value_head`."""
+
+
+def load_critic(config: Config, policy: Policy) -> Critic | None:
+    """The separate critic, None where there is none or a head on the policy's trunk.
+
+    It begins as the policy, or as the policy or reward model of `critic.path`.
+    """
+    if not needs_critic(config) or config.critic.kind == "head":
+        return None
+    if not config.critic.path:
+        trunk = {name: leaf for name, leaf in policy.params.items() if name != "lm_head"}
+        return Critic(policy.config, with_value_head(policy.config, trunk))
+    folder = checkpoint_folder(config.critic.path, "critic.path")
+    check_same_tokens("critic.path", folder, policy)
+    shape = dataclasses.replace(read_config(folder), num_tokens=policy.config.num_tokens)
+    if is_scorer(folder):
+        params = load_scorer(folder, shape)
+    else:
+        params = with_value_head(shape, load_params(folder, shape))
+        params.pop("lm_head", None)
+    return Critic(shape, jax.tree.map(jnp.asarray, params))
+
+
+def needs_critic(config: Config) -> bool:
+    return not offline(config) and any(term.row.critic for term in terms(config))
+
+
+def load_reward_model(config: Config, policy: Policy) -> RewardModel | None:
+    """What `reward.model` names, in the compute dtype; None where a verifier scores."""
+    if config.reward.source == "verifier":
+        return None
+    folder = checkpoint_folder(config.reward.model, "reward.model")
+    check_same_tokens("reward.model", folder, policy)
+    shape = read_config(folder)
+    params = jax.tree.map(jnp.asarray, load_scorer(folder, shape))
+    return RewardModel(network(config, shape, policy.dtype), cast(params, policy.dtype))
+
+
+def check_same_tokens(setting: str, folder: Path, policy: Policy) -> None:
+    """Raises BadInput where a second model would read the policy's tokens as others."""
+    other = load_tokenizer(folder).inner.get_vocab()
+    if other != policy.tokenizer.inner.get_vocab():
+        raise BadInput(
+            f"{setting}: {folder} has another vocabulary than the policy's {policy.folder}; it "
+            "scores the policy's tokens as they are."
+        )
+
+
+def network(config: Config, shape: ModelConfig, dtype: jnp.dtype) -> Qwen:
+    layers = shape.num_layers
+    return Qwen(
+        shape,
+        dtype,
+        remat=config.model.remat == "block",
+        unroll=layers if jax.default_backend() == "cpu" and layers <= UNROLLED_LAYERS else 1,
+    )
+
+
+def make_learner(config: Config, policy: Policy, critic: Critic | None = None) -> Learner:
     rate = schedule(config.optimizer, updates(config))
     minibatch = rows(config) // config.batch.minibatches
-    layers = policy.config.num_layers
+    optimizer = make_optimizer(config.optimizer, rate)
+    if critic is not None:
+        peak = config.critic.learning_rate or config.optimizer.learning_rate
+        settings = config.optimizer.model_copy(update={"learning_rate": peak})
+        own = make_optimizer(settings, schedule(settings, updates(config)))
+        optimizer = apart(optimizer, own)
     return Learner(
-        model=Qwen(
-            policy.config,
-            policy.dtype,
-            remat=config.model.remat == "block",
-            unroll=layers if jax.default_backend() == "cpu" and layers <= UNROLLED_LAYERS else 1,
-        ),
-        algorithm=bound_algorithm(config),
-        optimizer=make_optimizer(config.optimizer, rate),
+        model=network(config, policy.config, policy.dtype),
+        critic=critic and network(config, critic.config, policy.dtype),
+        terms=bound_terms(config),
+        optimizer=optimizer,
         schedule=rate,
         # Given text was not sampled: there `sampling` is for evaluation only.
         temperature=1.0 if offline(config) else config.sampling.temperature,
         minibatches=config.batch.minibatches,
         epochs=config.batch.epochs,
         micro=config.batch.micro or minibatch,
-        on_policy=config.rollout.old_logprobs == "current",
+        on_policy=config.rollout.old_logprobs == "current" and not offline(config),
     )
 
 
-def make_plan(config: Config, policy: Policy, components: tuple[str, ...]) -> Plan:
-    rollout = config.rollout
+def make_plan(
+    config: Config,
+    policy: Policy,
+    learner: Learner,
+    components: tuple[str, ...],
+    verdicts: bool,
+) -> Plan:
+    rollout, reward = config.rollout, config.reward
+    correction = None
+    if rollout.correction != "none":
+        function = CORRECTIONS[rollout.correction]
+        bounds = {"cap": rollout.correction_cap, "floor": rollout.correction_floor}
+        known = hyper_parameters(function)
+        correction = functools.partial(function, **{n: bounds[n] for n in known})
     return Plan(
         sampling=Sampling(
             model=policy.config,
@@ -160,14 +302,36 @@ def make_plan(config: Config, policy: Policy, components: tuple[str, ...]) -> Pl
             stop_ids=policy.tokenizer.stop_ids,
             pad_id=policy.tokenizer.pad_id,
             components=components,
+            verdicts=verdicts,
+            retire_after=rollout.retire_after,
+            probe=rollout.probe,
             dynamic=rollout.dynamic_sampling,
             max_rounds=rollout.max_rounds if rollout.dynamic_sampling else 1,
             overlong_buffer=rollout.overlong_buffer,
         ),
-        learner=make_learner(config, policy),
+        learner=learner,
+        shaping=Shaping(
+            divergence={"none": None, "k1": ops.k1, "k3": ops.k3}[reward.kl],
+            kl_target=reward.kl_target,
+            kl_horizon=reward.kl_horizon,
+            missing_stop_penalty=reward.missing_stop_penalty,
+            running=reward.running,
+            clip=reward.clip,
+        ),
         overlong_filter=rollout.overlong_filter,
-        old_logprobs=config.rollout.old_logprobs,
+        replay_max_age=rollout.replay_max_age,
+        correction=correction,
+        old_logprobs=rollout.old_logprobs,
     )
+
+
+def make_memory(config: Config, plan: Plan, pool: Prompts) -> Memory:
+    """What the run remembers at its start."""
+    size, width = pool.tokens.shape
+    replay = None
+    if config.rollout.replay:
+        replay = empty_replay(empty_rollout(plan.sampling, width), config.rollout.replay)
+    return start_memory(config.reward.kl_beta, size if config.rollout.retire_after else 0, replay)
 
 
 def filters(config: Config) -> Filters | None:

@@ -1,30 +1,42 @@
 """Checkpoints of a training state, by orbax: saved in the background, the last and best kept."""
 
+import math
 from pathlib import Path
 
 import jax
 import orbax.checkpoint as ocp
+from jaxtyping import PyTree
 from orbax.checkpoint import checkpoint_managers
 
 from rlx.types import TrainState
 
-SCORE = "pass@1"
-
 
 class Checkpoints:
-    """A context manager over `folder`. Closing it waits for the last save; errors are raised."""
+    """A context manager over `folder`. Closing it waits for the last save; errors are raised.
 
-    def __init__(self, folder: Path, *, keep: int, keep_best: bool):
+    `headline` names the held-out metric by which the best one is known.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        keep_best: bool,
+        headline: str = "pass@1",
+        higher_is_better: bool = True,
+    ):
         policies = [checkpoint_managers.LatestN(keep)]
         if keep_best:
             policies.append(
                 checkpoint_managers.BestN(
-                    get_metric_fn=lambda metrics: metrics[SCORE],
+                    get_metric_fn=lambda metrics: metrics[headline],
+                    reverse=not higher_is_better,
                     n=1,
                     keep_checkpoints_without_metrics=False,
                 )
             )
-        self.folder = folder
+        self.folder, self.headline = folder, headline
         self.manager = ocp.CheckpointManager(
             folder.absolute(),
             options=ocp.CheckpointManagerOptions(
@@ -50,13 +62,15 @@ class Checkpoints:
         return sorted(self.manager.all_steps())
 
     def save(self, state: TrainState, score: float | None) -> None:
-        """`score` is the held-out pass@1 of this very state, None where it was not evaluated.
+        """`score` is the held-out headline of this very state, None where it was not evaluated. One
+        that is not finite is none.
 
         Raises RuntimeError where orbax declines, and the error of an earlier background save.
         """
         self.manager.check_for_errors()
         step = int(state.step)
-        metrics = None if score is None else {SCORE: score}
+        evaluated = score is not None and math.isfinite(score)
+        metrics = {self.headline: score} if evaluated else None
         saved = self.manager.save(step, metrics=metrics, args=ocp.args.StandardSave(_plain(state)))
         if not saved:
             raise RuntimeError(
@@ -76,6 +90,17 @@ class Checkpoints:
             args=ocp.args.StandardRestore(jax.eval_shape(_plain, like)),
         )
         return restored._replace(key=jax.random.wrap_key_data(restored.key))
+
+    def restore_params(self, like: PyTree, step: int | None = None) -> PyTree:
+        """The policy's parameters alone, of the shapes and types of `like`; nothing else of the
+        state is read."""
+        step = self.latest if step is None else step
+        with ocp.PyTreeCheckpointer() as reader:
+            restored = reader.restore(
+                self.folder.absolute() / str(step) / "default",
+                args=ocp.args.PyTreeRestore({"params": like}, partial_restore=True),
+            )
+        return restored["params"]
 
 
 def _plain(state: TrainState) -> TrainState:

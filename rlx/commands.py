@@ -10,17 +10,18 @@ import numpy as np
 
 from model.errors import BadInput
 from model.load import export as export_checkpoint
+from model.score_head import export_scorer
 from model.tokenizer import check_ids
 from rlx import assemble
 from rlx.checkpoint import Checkpoints
-from rlx.config import Config, load
+from rlx.config import load
 from rlx.data import pad_left, prompt_width
 from rlx.evaluate import nest_greedy
 from rlx.files import write_atomically
 from rlx.generate import Draw, Generator
 from rlx.heldout import Heldout
+from rlx.settings import Config
 from rlx.tasks.files import read_json_lines
-from rlx.train import initial_state
 
 GENERATION_ROWS = 256
 
@@ -32,7 +33,9 @@ def evaluate(config: Config) -> dict[str, Any]:
     task = assemble.load_task(config)
     policy = assemble.load_policy(config, keys.weights)
     count = config.eval.final_problems
-    heldout = Heldout(config, policy, task, keys.evaluation, {"eval.final_problems": count})
+    counts = {"eval.final_problems": count}
+    reward_model = assemble.load_reward_model(config, policy)
+    heldout = Heldout(config, policy, task, keys.evaluation, counts, reward_model)
     metrics, _ = heldout.evaluate(policy.params, count, greedy=config.eval.greedy)
     return {"model": config.model.path, "task": config.task.name, **nest_greedy(metrics)}
 
@@ -130,14 +133,14 @@ def export(run: Path, step: int | None, output: Path, dtype: str) -> dict[str, A
     config = assemble.resolve(load(run / "config.yaml", []))
     keys = assemble.random_keys(config)
     policy = assemble.load_policy(config, keys.weights)
-    learner = assemble.make_learner(config, policy)
-    shapes = jax.eval_shape(lambda p, k: initial_state(p, learner, k), policy.params, keys.steps)
+    shapes = jax.eval_shape(lambda: assemble.trained_params(config, policy))
     with Checkpoints(run / "checkpoints", keep=config.checkpoint.keep, keep_best=False) as kept:
         if not kept.steps:
             raise BadInput(f"--run: {run} holds no whole checkpoint.")
         if step is not None and step not in kept.steps:
             raise BadInput(f"--step: expected one of {kept.steps}; came {step}.")
-        state = kept.restore(shapes, step)
-    weights = jax.device_get(state.params)
-    export_checkpoint(output, weights, policy.config, source=policy.folder, dtype=dtype)
-    return {"step": int(state.step), "output": str(output), "dtype": dtype}
+        step = kept.latest if step is None else step
+        weights = jax.device_get(kept.restore_params(shapes, step))
+    write = export_scorer if assemble.trains_scorer(config) else export_checkpoint
+    write(output, weights, policy.config, source=policy.folder, dtype=dtype)
+    return {"step": step, "output": str(output), "dtype": dtype}

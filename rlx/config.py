@@ -3,37 +3,37 @@
 All that is wrong with a configuration is told at once, before anything is compiled.
 """
 
-import difflib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
 from model.errors import BadInput
-from rlx.algorithms import ALGORITHMS
-from rlx.config_rules import Problem, training_problems
-from rlx.config_text import describe, expected, formula
-from rlx.settings import Config, Section, hyper, model_of, offline, rows, updates
-from rlx.tasks import TASKS
+from rlx.config_problems import (
+    EXAMPLE,
+    NAMES,
+    Problem,
+    came,
+    unknown_key,
+    unknown_row,
+    why_fixed,
+    why_no_row,
+)
+from rlx.config_rules import training_problems
+from rlx.config_text import expected
+from rlx.settings import Config
+from rlx.signatures import (
+    AlgorithmSettings,
+    OneTerm,
+    Section,
+    SeveralTerms,
+    TaskSettings,
+    TermSettings,
+    choices,
+    model_of,
+)
 from rlx.yaml_text import Entry, read_file, read_overrides, shown, written
-
-__all__ = [
-    "Config",
-    "ConfigError",
-    "check_training",
-    "describe",
-    "formula",
-    "hyper",
-    "load",
-    "load_training",
-    "offline",
-    "resolved_yaml",
-    "rows",
-    "updates",
-]
-
-TABLES = {"algorithm": ALGORITHMS, "task": TASKS}
 
 
 class ConfigError(BadInput):
@@ -78,30 +78,32 @@ def _load(
         raise ConfigError(problems + refused)
     problems = refused
     settings: dict[str, dict[str, Entry]] = {}
-    for entry in (*entries, *given):  # the command line comes last: it decides
+    for entry in (*_standing(entries, given), *given):  # the command line comes last: it decides
         settings.setdefault(entry.section, {})[entry.key] = entry
 
-    kinds = _kinds(settings)
-    known = {s: [f"{s}.{key}" for key in kind.model_fields] for s, kind in kinds.items()}
-    sections: dict[str, Section] = {}
-    wrong: set[str] = set()
+    parts: dict[str, Part] = {}
     for section in Config.model_fields:
-        chosen = settings.pop(section, {})
-        if whole := chosen.pop("", None):
-            wrong.add(section)
-            problems.append(
-                f"{section} ({whole.origin}): expected settings under it, such as "
-                f"{known[section][0]}; came {shown(whole.value)}"
-            )
-        if section in TABLES and kinds[section] is Config.model_fields[section].annotation:
-            wrong.add(f"{section}.name")
-            problems.append(_unknown_row(section, chosen["name"]))
-        else:
-            sections[section] = _section(section, kinds[section], chosen, known, problems, wrong)
+        parts |= _parts(section, settings.pop(section, {}))
+    known = {
+        label: [f"{label}.{key}" for key in part.kind.model_fields]
+        for label, part in parts.items()
+        if part.kind
+    }
+    built: dict[str, Section | None] = {}
+    wrong: set[str] = set()
+    for label, part in parts.items():
+        problems += part.problems
+        if part.kind and part.kind is not SeveralTerms:
+            built[label] = _section(label, part.kind, part.chosen, known, problems, wrong)
+        if part.problems or built.get(label, part) is None:
+            wrong.add(label.partition(".")[0])
     for chosen in settings.values():
-        problems += [_unknown_key(entry, known) for entry in chosen.values()]
+        problems += [unknown_key(entry, known) for entry in chosen.values()]
+    listed = tuple(section for label, section in built.items() if label.startswith("algorithm."))
+    if listed and "algorithm" not in wrong:
+        built["algorithm"] = SeveralTerms(terms=listed)
 
-    config = Config(**{name: section for name, section in sections.items() if section})
+    config = Config(**{name: built[name] for name in Config.model_fields if built.get(name)})
     if not config.run.name:
         stem = path.stem if path else "run"
         config = config.model_copy(update={"run": config.run.model_copy(update={"name": stem})})
@@ -110,6 +112,121 @@ def _load(
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _standing(entries: list[Entry], given: list[Entry]) -> list[Entry]:
+    """Return the file's entries without the form of `algorithm` that the command line replaces."""
+    paths = {entry.path for entry in given}
+    if "algorithm.terms" in paths:
+        return [entry for entry in entries if entry.section != "algorithm"]
+    if "algorithm.name" in paths:
+        return [entry for entry in entries if entry.path != "algorithm.terms"]
+    return entries
+
+
+class Part(NamedTuple):
+    """A section, or a term of `algorithm.terms`, before it is built."""
+
+    chosen: dict[str, Entry]
+    kind: type[Section] | None
+    """None where a row is chosen that no table has: then its keys are unknown."""
+    problems: tuple[str, ...] = ()
+
+
+def _parts(section: str, chosen: dict[str, Entry]) -> dict[str, Part]:
+    """Return the section's part, and those of its terms, by the paths of their settings."""
+    base = Config.model_fields[section].annotation
+    if base is AlgorithmSettings:
+        base = SeveralTerms if "terms" in chosen else OneTerm
+    whole = chosen.pop("", None)
+    if base is SeveralTerms:
+        parts = _terms(chosen)
+    elif base in NAMES:
+        parts = {section: _part(base, chosen)}
+    else:
+        parts = {section: Part(chosen, base)}
+    if whole:
+        problem = (
+            f"{section} ({whole.origin}): expected settings under it, such as "
+            f"{section}.{next(iter(base.model_fields))}; came {shown(whole.value)}"
+        )
+        part = parts[section]
+        parts[section] = part._replace(problems=(problem, *part.problems))
+    return parts
+
+
+def _terms(chosen: dict[str, Entry]) -> dict[str, Part]:
+    """Return the parts of the long form of `algorithm`."""
+    listed = chosen["terms"]
+    wrong = []
+    for key, entry in chosen.items():
+        if key == "name":
+            wrong.append(
+                f"{entry.path} ({entry.origin}): expected unset, since algorithm.terms names the "
+                f"run's algorithms; came {shown(entry.value)}"
+            )
+        elif key.startswith("terms["):
+            wrong.append(unknown_key(entry, {}))
+        elif key != "terms":
+            wrong.append(
+                f"{entry.path} ({entry.origin}): expected inside a term, since algorithm.terms is "
+                f"given; came {shown(entry.value)}"
+            )
+    items = listed.value if isinstance(listed.value, tuple) else ()
+    if not items:
+        wrong.append(
+            f"{listed.path} ({listed.origin}): expected a list of terms, as in {EXAMPLE}; came "
+            f"{shown(listed.value)}"
+        )
+    parts, first = {}, {}
+    for i, item in enumerate(items):
+        label = f"algorithm.terms[{i}]"
+        origin = listed.inner.get(f"[{i}]", listed.origin)
+        if not isinstance(item, dict) or "name" not in item:
+            wrong.append(
+                f"{label} ({origin}): expected settings, `name` among them, as in {EXAMPLE}; came "
+                f"{shown(item)}"
+            )
+            continue
+        keys = {str(key): value for key, value in item.items()}
+        entries = {
+            key: Entry(label, key, value, listed.inner.get(f"[{i}].{key}", origin))
+            for key, value in keys.items()
+        }
+        parts[label] = part = _part(TermSettings, entries)
+        before = first.setdefault(str(keys["name"]), label)
+        if before != label:
+            again = (
+                f"{label}.name ({entries['name'].origin}): expected each name once; came "
+                f"{shown(keys['name'])}, which {before} has already"
+            )
+            parts[label] = part._replace(problems=(*part.problems, again))
+    return {"algorithm": Part(chosen, SeveralTerms, tuple(wrong))} | parts
+
+
+def _part(base: type[Section], chosen: dict[str, Entry]) -> Part:
+    """Return a part whose keys depend on the rows that it chooses."""
+    name = chosen["name"].value if "name" in chosen else base.model_fields["name"].default
+    names = NAMES[base]()
+    if name not in names:
+        return Part(chosen, None, (unknown_row(chosen["name"], names) + why_no_row(base, name),))
+    open_tables = {} if base is TaskSettings else choices(name)
+    picked, wrong = {}, []
+    for key in ("advantage", "reduction"):
+        if key not in chosen or base is TaskSettings:
+            continue
+        entry = chosen[key]
+        names = list(open_tables.get(key, ()))
+        if not names:
+            wrong.append(
+                f"{entry.path} ({entry.origin}): expected unset, since {why_fixed(name)}; came "
+                f"{shown(entry.value)}"
+            )
+        elif entry.value != "" and entry.value not in names:
+            wrong.append(unknown_row(entry, names))
+        else:
+            picked[key] = entry.value
+    return Part(chosen, None if wrong else model_of(base, name, **picked), tuple(wrong))
 
 
 def _section(
@@ -133,91 +250,10 @@ def _section(
         entry = chosen[key]
         wrong.add(entry.path)
         problems.append(
-            _unknown_key(entry, known)
+            unknown_key(entry, known)
             if complaint == "extra_forbidden"
             else f"{entry.path} ({entry.origin}): expected {expected(properties[key])}; "
-            f"came {_came(entry.value, properties[key])}"
+            f"came {came(entry.value, properties[key])}"
         )
     rest = {key: entry.value for key, entry in chosen.items() if key not in complaints}
     return None if "missing" in complaints.values() else kind.model_validate(rest)
-
-
-def _came(value: Any, schema: dict[str, Any]) -> str:
-    # YAML has read a name such as 42 as a number.
-    quoted = schema.get("type") == "string" and isinstance(value, int | float)
-    return shown(value) + (", which is text only in quotes" if quoted else "")
-
-
-def _kinds(settings: dict[str, dict[str, Entry]]) -> dict[str, type[Section]]:
-    """Return each section's type, for the algorithm and the task that are chosen.
-
-    A row that is in no table leaves the section with its bare type, which knows `name` alone.
-    """
-    kinds = {}
-    for section, field in Config.model_fields.items():
-        kind = field.annotation
-        if section in TABLES:
-            name = settings.get(section, {}).get("name")
-            name = name.value if name else kind.model_fields["name"].default
-            if isinstance(name, str) and name in TABLES[section]:
-                kind = model_of(section, name)
-        kinds[section] = kind
-    return kinds
-
-
-def _unknown_row(section: str, entry: Entry) -> str:
-    names = list(TABLES[section])
-    near = difflib.get_close_matches(str(entry.value), names, 1)
-    hint = f" (did you mean {near[0]}?)" if near else ""
-    return (
-        f"{entry.path} ({entry.origin}): expected one of {', '.join(names)}; "
-        f"came {shown(entry.value)}{hint}"
-    )
-
-
-def _unknown_key(entry: Entry, known: dict[str, list[str]]) -> str:
-    start = f"{entry.path} ({entry.origin}): there is no such setting"
-    if any(entry.path in paths for paths in known.values()):
-        return f"{start} at the top of a file; expected the section, and the key under it"
-    if entry.section in TABLES:
-        rows_with = [
-            name
-            for name in TABLES[entry.section]
-            if entry.key in model_of(entry.section, name).model_fields
-        ]
-        if rows_with:
-            return f"{start} of this {entry.section}; {' and '.join(rows_with)} would take it"
-    near = nearest(entry.path, known)
-    if near:
-        return f"{start}; did you mean {' or '.join(near)}?"
-    if entry.section in known:
-        return f"{start}; expected one of {', '.join(known[entry.section])}"
-    return f"{start}; expected one of the sections {', '.join(known)}"
-
-
-def nearest(path: str, known: dict[str, list[str]]) -> list[str]:
-    """Return up to three key paths that a misspelt one may have meant, or none.
-
-    The last component decides, in its own section first: as it stands, by its initials (`lr`),
-    by its beginning (`temp`), by likeness.
-    """
-    section, _, last = path.rpartition(".")
-    own = known.get(section, [])
-    everywhere = own + [p for paths in known.values() for p in paths if p not in own]
-
-    def last_of(p: str) -> str:
-        return p.rpartition(".")[2]
-
-    tests: list[Callable[[str], Any]] = [
-        lambda key: key == last,
-        lambda key: "_" in key and "".join(w[0] for w in key.split("_") if w) == last,
-        lambda key: len(last) > 2 and key.startswith(last),
-    ]
-    for candidates in (own, everywhere):
-        for test in tests:
-            if found := [p for p in candidates if test(last_of(p))]:
-                return found[:3]
-        alike = difflib.get_close_matches(last, {last_of(p): None for p in candidates}, 1)
-        if alike:
-            return [p for p in candidates if last_of(p) == alike[0]][:3]
-    return []

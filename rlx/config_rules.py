@@ -1,121 +1,70 @@
 """What training refuses of settings that are each right by themselves: contradictions, settings
 that nothing would read, and numbers that do not divide.
 
-A setting at its default is never "set", so that a resolved configuration may name them all.
+Which terms can be added up: term_rules.py. Where text is sampled: rollout_rules.py.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from rlx.settings import Config, offline, rows, updates
-from rlx.yaml_text import shown
-
-
-class Problem(NamedTuple):
-    keys: tuple[str, ...]
-    """The settings that it depends on, the one to change first."""
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.keys[0]}: {self.message}"
+from rlx.config_problems import Problem, ignored, is_set, keys_of
+from rlx.rollout_rules import rollout_problems
+from rlx.settings import Config, offline, rows, source, terms, unit, updates
+from rlx.term_rules import term_problems
 
 
 def training_problems(config: Config) -> Iterator[Problem]:
     """Yield all that stands between this configuration and a training run."""
-    yield from _offline(config) if offline(config) else _online(config)
-    yield from _batch(config)
+    rules = (term_problems, _offline if offline(config) else rollout_problems, _batch)
+    for problem in (problem for rule in rules for problem in rule(config)):
+        # Which terms there are decides over all of these.
+        yield problem._replace(keys=(*problem.keys, "algorithm"))
     yield from _optimizer(config)
     yield from _loop(config)
     yield from _evaluation(config)
 
 
-def _is_set(config: Config, path: str) -> bool:
-    section_name, key = path.split(".")
-    section = getattr(config, section_name)
-    return getattr(section, key) != type(section).model_fields[key].default
-
-
-def _ignored(config: Config, paths: list[str], because: str, cause: str) -> Iterator[Problem]:
-    for path in paths:
-        if _is_set(config, path):
-            section, key = path.split(".")
-            value = shown(getattr(getattr(config, section), key))
-            yield Problem((path, cause), f"expected unset, since {because}; came {value}")
-
-
 def _offline(config: Config) -> Iterator[Problem]:
-    name = config.algorithm.name
-    unread = [f"rollout.{key}" for key in type(config.rollout).model_fields]
-    yield from _ignored(config, unread, f"{name} samples nothing", "algorithm.name")
-    if config.batch.samples != 1 and _is_set(config, "batch.samples"):
+    name = terms(config)[0].name
+    unread = [
+        path for section in ("rollout", "reward", "critic") for path in keys_of(config, section)
+    ]
+    yield from ignored(config, unread, f"{name} samples nothing")
+    if config.batch.samples != 1 and is_set(config, "batch.samples"):
         yield Problem(
-            ("batch.samples", "algorithm.name"),
+            ("batch.samples",),
             f"expected unset or 1, since {name} samples nothing; came {config.batch.samples}",
         )
 
 
-def _online(config: Config) -> Iterator[Problem]:
-    if config.batch.samples < 2:
-        yield Problem(
-            ("batch.samples", "algorithm.name"),
-            f"expected at least 2, since {config.algorithm.name} compares the samples of a "
-            f"prompt with each other; came {config.batch.samples}",
-        )
-    sampling = config.sampling
-    differs = "the sampled and the trained distribution would differ"
-    if sampling.temperature == 0:
-        yield Problem(
-            ("sampling.temperature",),
-            "expected above 0 in training, since greedy text explores nothing and its "
-            "log-probabilities are undefined; came 0",
-        )
-    for key, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
-        value = getattr(sampling, key)
-        if value != off:
-            yield Problem(
-                (f"sampling.{key}",),
-                f"expected {off} (off) in training, since {differs}: log-probabilities are of "
-                f"the full softmax; came {value}",
-            )
-    rollout = config.rollout
-    if not rollout.dynamic_sampling:
-        yield from _ignored(
-            config,
-            ["rollout.max_rounds"],
-            "rollout.dynamic_sampling is false",
-            "rollout.dynamic_sampling",
-        )
-    if rollout.old_logprobs == "current" and config.batch.epochs * config.batch.minibatches > 1:
-        yield Problem(
-            ("rollout.old_logprobs", "batch.epochs", "batch.minibatches"),
-            "expected auto, recompute or sampler, since a batch gets several updates "
-            f"(batch.epochs {config.batch.epochs}, batch.minibatches {config.batch.minibatches}); "
-            "came current",
-        )
-    if rollout.overlong_buffer > sampling.max_new_tokens:
-        yield Problem(
-            ("rollout.overlong_buffer", "sampling.max_new_tokens"),
-            f"expected at most sampling.max_new_tokens, {sampling.max_new_tokens}; "
-            f"came {rollout.overlong_buffer}",
-        )
-
-
 def _batch(config: Config) -> Iterator[Problem]:
-    batch, total = config.batch, rows(config)
+    batch, total, whole = config.batch, rows(config), unit(config)
     counted = f"batch.prompts * batch.samples = {batch.prompts} * {batch.samples} = {total}"
     if offline(config):
         counted = f"batch.prompts = {total}"
-    causes = ("batch.prompts", "batch.samples", "algorithm.name")
-    if total % batch.minibatches:
+        if whole > 1:
+            counted = f"batch.prompts * {whole} = {batch.prompts} * {whole} = {total}"
+    if source(config) != "texts":
+        because = f"{terms(config)[0].name} does not learn from texts as they stand"
+        yield from ignored(config, ["batch.packing"], because)
+    paired = [term.name for term in terms(config) if term.row.unit > 1]
+    of_pairs = f", in whole pairs, since {paired[0]} learns from pairs" if paired else ""
+    causes = ("batch.prompts", "batch.samples")
+    if source(config) == "rollouts" and batch.samples % whole:
+        yield Problem(
+            ("batch.samples",),
+            f"expected an even number, since {paired[0]} learns from pairs of a group's samples; "
+            f"came {batch.samples}",
+        )
+    elif (total // whole) % batch.minibatches:
         yield Problem(
             ("batch.minibatches", *causes),
-            f"expected a divisor of the step's rows, {counted}; came {batch.minibatches}",
+            f"expected a divisor of the step's rows, {counted}{of_pairs}; came {batch.minibatches}",
         )
-    elif batch.micro and (total // batch.minibatches) % batch.micro:
+    elif batch.micro and ((total // batch.minibatches) % batch.micro or batch.micro % whole):
         yield Problem(
             ("batch.micro", "batch.minibatches", *causes),
             f"expected a divisor of the mini-batch's rows, {total // batch.minibatches} "
-            f"({counted}, in {batch.minibatches}); came {batch.micro}",
+            f"({counted}, in {batch.minibatches}){of_pairs}; came {batch.micro}",
         )
 
 
@@ -123,9 +72,9 @@ def _optimizer(config: Config) -> Iterator[Problem]:
     optimizer, total = config.optimizer, updates(config)
     if optimizer.name == "sgd":
         moments = [f"optimizer.{key}" for key in ("b1", "b2", "eps", "weight_decay")]
-        yield from _ignored(config, moments, "sgd has no such term", "optimizer.name")
+        yield from ignored(config, moments, "sgd has no such term", "optimizer.name")
     if optimizer.schedule == "constant":
-        yield from _ignored(
+        yield from ignored(
             config,
             ["optimizer.final_fraction"],
             "optimizer.schedule is constant",
@@ -165,7 +114,7 @@ def _loop(config: Config) -> Iterator[Problem]:
 def _evaluation(config: Config) -> Iterator[Problem]:
     evaluation = config.eval
     if evaluation.every == 0:
-        yield from _ignored(
+        yield from ignored(
             config,
             ["eval.problems"],
             "eval.every is 0 (eval.final_problems counts those before and after)",

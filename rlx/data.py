@@ -1,7 +1,12 @@
-"""From a task's rows to arrays: the pool of prompts, and worked examples as batches."""
+"""From a task's rows to arrays: the pool of prompts, and given text as one batch of all data.
+
+Given text is worked examples, preference pairs or whole conversations. Widths are multiples of 8,
+so that a run on slightly other data compiles the same programs.
+"""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +15,9 @@ import numpy as np
 from model.errors import BadInput
 from model.tokenizer import Tokenizer
 from rlx.rollout import Prompts
-from rlx.tasks import Task
-from rlx.types import Batch
+from rlx.tasks import Pair, Task
+from rlx.tasks.task import Messages
+from rlx.types import Batch, Signal
 
 
 def pad_left(
@@ -42,9 +48,12 @@ def encode_prompts(
 
 
 def prompt_width(encoded: Sequence[Sequence[int]]) -> int:
-    """Columns that hold every prompt: the longest, rounded up to a multiple of 8, so that a run
-    on slightly other data compiles the same programs."""
-    return -(-max(2, *map(len, encoded)) // 8) * 8
+    """Columns that hold every prompt: the longest, rounded up to a multiple of 8."""
+    return round_up(max(map(len, encoded)))
+
+
+def round_up(length: int) -> int:
+    return -(-length // 8) * 8
 
 
 def prompt_pool(
@@ -67,34 +76,166 @@ def worked_examples(
     BadInput if none is left.
     """
     rng = random.Random(seed)
-    stop = tokenizer.stop_ids[-1] if tokenizer.end_id is None else tokenizer.end_id
-    pairs = []
+    kept, completions = [], []
     for prompt, row in zip(prompts, task.train, strict=True):
         for _ in range(task.demonstrations):
-            completion = [*tokenizer.encode(task.demonstrate(row, rng)), stop]
+            completion = [*tokenizer.encode(task.demonstrate(row, rng)), tokenizer.end_id]
             if len(completion) <= max_new_tokens:
-                pairs.append((prompt, completion))
-    if not pairs:
+                kept.append(prompt)
+                completions.append(completion)
+    if not kept:
         raise BadInput(
             f"sampling.max_new_tokens: none of the worked completions fits into {max_new_tokens} "
             "tokens."
         )
-    width = prompt_width([prompt for prompt, _ in pairs])
-    tokens, positions = pad_left([prompt for prompt, _ in pairs], width, tokenizer.pad_id)
-    rest = max(len(completion) for _, completion in pairs)
-    rest = -(-rest // 8) * 8
-    answers = np.full((len(pairs), rest), tokenizer.pad_id, np.int32)
-    places = np.full((len(pairs), rest), -1, np.int32)
-    for i, (prompt, completion) in enumerate(pairs):
+    return _behind_prompts(kept, completions, tokenizer.pad_id)
+
+
+def preference_pairs(
+    pairs: Sequence[Pair], tokenizer: Tokenizer, *, max_prompt_tokens: int, max_new_tokens: int
+) -> tuple[Batch, tuple[str, ...]]:
+    """Rows 2i (chosen) and 2i + 1 (rejected), and what was left out or cut, a sentence each.
+
+    A completion is ended by the stop token, or cut after `max_new_tokens` tokens. A pair whose
+    prompt is too long is left out, and so is one whose completions are equal when cut: its loss is
+    log 2 whatever the policy, with no gradient. BadInput if none is left.
+    """
+    prompts, completions, margins = [], [], []
+    long = equal = cut = 0
+    for i, pair in enumerate(pairs):
+        with _naming(f"preference pair {i}"):
+            prompt = tokenizer.encode_prompt(pair.prompt)
+            whole = [tokenizer.encode_answer(pair.prompt, a) for a in (pair.chosen, pair.rejected)]
+        if len(prompt) > max_prompt_tokens:
+            long += 1
+            continue
+        chosen, rejected = (ids[:max_new_tokens] for ids in whole)
+        if chosen == rejected:
+            equal += 1
+            continue
+        cut += sum(len(ids) > max_new_tokens for ids in whole)
+        prompts += [prompt, prompt]
+        completions += [chosen, rejected]
+        margins += [pair.margin, pair.margin]
+    notes = _told(
+        (long, f"of {len(pairs)} pairs left out: prompts of more than {max_prompt_tokens} tokens"),
+        (equal, f"of {len(pairs)} pairs left out: equal in their first {max_new_tokens} tokens"),
+        (cut, f"of {len(completions)} completions cut after {max_new_tokens} tokens"),
+    )
+    if not prompts:
+        raise BadInput(
+            "sampling.max_prompt_tokens, sampling.max_new_tokens: no preference pair is left; "
+            + "; ".join(notes)
+        )
+    batch = _behind_prompts(prompts, completions, tokenizer.pad_id)
+    sides = jnp.asarray(np.resize([1.0, -1.0], (len(prompts), 1)), jnp.float32)
+    (signal,) = batch.signals
+    return batch._replace(
+        margins=jnp.asarray(margins, jnp.float32)[:, None],
+        signals=(signal._replace(advantages=sides),),
+    ), notes
+
+
+def chat_rows(
+    conversations: Sequence[Messages], tokenizer: Tokenizer, *, width: int, packing: bool
+) -> tuple[Batch, tuple[str, ...]]:
+    """Whole conversations, T = S - 1, the mask true on the assistant's tokens alone.
+
+    A conversation comes to one text, or to several where the chat template rewrites its earlier
+    turns (`Tokenizer.encode_chat`). Those of more than `width` tokens are left out. With `packing`
+    a row holds as many as fit, in which positions begin again at 0, so that they do not see each
+    other; without, a row holds one. Returns what was left out too; BadInput if nothing remains.
+    """
+    encoded = []
+    for i, messages in enumerate(conversations):
+        with _naming(f"conversation {i}"):
+            encoded.append(tokenizer.encode_chat(messages))
+    texts = [text for several in encoded for text in several]
+    fitting = [text for text in texts if len(text.ids) <= width]
+    notes = _told(
+        (
+            sum(len(several) > 1 for several in encoded),
+            f"of {len(encoded)} conversations come to several texts: the template rewrites history",
+        ),
+        (len(texts) - len(fitting), f"of {len(texts)} texts left out: more than {width} tokens"),
+    )
+    if not fitting:
+        raise BadInput(f"None of the {len(texts)} conversations fits into {width} tokens.")
+    rows = first_fit([len(text.ids) for text in fitting], width) if packing else None
+    rows = rows or [[i] for i in range(len(fitting))]
+    columns = round_up(max(sum(len(fitting[i].ids) for i in row) for row in rows))
+    tokens = np.full((len(rows), columns), tokenizer.pad_id, np.int32)
+    positions = np.full((len(rows), columns), -1, np.int32)
+    mask = np.zeros((len(rows), columns), bool)
+    for row, members in enumerate(rows):
+        start = 0
+        for text in (fitting[i] for i in members):
+            end = start + len(text.ids)
+            tokens[row, start:end] = text.ids
+            positions[row, start:end] = np.arange(len(text.ids))
+            mask[row, start:end] = text.assistant
+            # nothing of its own stands before it: the column before belongs to another text
+            mask[row, start] = False
+            start = end
+    return _batch(tokens, positions, mask[:, 1:]), notes
+
+
+def first_fit(lengths: Sequence[int], width: int) -> list[list[int]]:
+    """Members of each row: the longest text first, each into the first row with room for it."""
+    rows: list[list[int]] = []
+    room = np.full(len(lengths), width)
+    for i in np.argsort(-np.asarray(lengths), kind="stable").tolist():
+        row = int(np.argmax(room[: len(rows) + 1] >= lengths[i]))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(i)
+        room[row] -= lengths[i]
+    return rows
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Puts what was being read in front of an error."""
+    try:
+        yield
+    except BadInput as error:
+        raise BadInput(f"{what}: {error}") from error
+
+
+def _told(*counts: tuple[int, str]) -> tuple[str, ...]:
+    return tuple(f"{count} {what}." for count, what in counts if count)
+
+
+def _behind_prompts(
+    prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], pad_id: int
+) -> Batch:
+    """Each prompt padded on its left, its completion on its right."""
+    tokens, positions = pad_left(prompts, prompt_width(prompts), pad_id)
+    shape = (len(prompts), round_up(max(map(len, completions))))
+    answers = np.full(shape, pad_id, np.int32)
+    places = np.full(shape, -1, np.int32)
+    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         answers[i, : len(completion)] = completion
         places[i, : len(completion)] = len(prompt) + np.arange(len(completion))
-    zeros = jnp.zeros((len(pairs), rest), jnp.float32)
+    return _batch(
+        np.concatenate([tokens, answers], axis=1),
+        np.concatenate([positions, places], axis=1),
+        places >= 0,
+    )
+
+
+def _batch(tokens: np.ndarray, positions: np.ndarray, mask: np.ndarray) -> Batch:
+    """One signal: imitate all that is under the mask."""
+    zeros = jnp.zeros(mask.shape, jnp.float32)
+    mask = jnp.asarray(mask)
     return Batch(
-        tokens=jnp.asarray(np.concatenate([tokens, answers], axis=1)),
-        positions=jnp.asarray(np.concatenate([positions, places], axis=1)),
-        mask=jnp.asarray(places >= 0),
+        tokens=jnp.asarray(tokens),
+        positions=jnp.asarray(positions),
+        mask=mask,
         sampler_logprobs=zeros,
         old_logprobs=zeros,
         ref_logprobs=zeros,
-        advantages=zeros[:, :1],
+        values=zeros,
+        margins=zeros[:, :1],
+        signals=(Signal(jnp.ones_like(zeros[:, :1]), zeros[:, :1], mask),),
     )

@@ -3,15 +3,21 @@
 from typing import Any
 
 import jax
-from jaxtyping import Key, PyTree
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int, Key, PyTree
 
 from model.errors import BadInput
+from model.heads import last_scores
+from model.sample import Samples
 from rlx import assemble
-from rlx.config import Config
 from rlx.data import encode_prompts, pad_left, prompt_width
-from rlx.evaluate import Completion, summarise
+from rlx.evaluate import HEADLINES, Completion, summarise, summarise_rewards
 from rlx.generate import Draw, Generator
 from rlx.rewards.host import HostVerifier
+from rlx.rewards.score import Score
+from rlx.rollout import Prompts, whole_rows
+from rlx.settings import Config
 from rlx.tasks import Task
 
 
@@ -23,10 +29,12 @@ class Heldout:
         task: Task,
         key: Key[jax.Array, ""],
         counts: dict[str, int],
+        reward_model: assemble.RewardModel | None = None,
     ):
-        """`counts` are the numbers of problems that will be asked for, by the setting's name.
+        """`counts` are the numbers of problems that will be asked for, by the setting's name. The
+        task's verifier scores, or a reward model where one is given.
 
-        Raises BadInput where the task has fewer, or their prompts don't fit.
+        Raises BadInput where the task has fewer, their prompts don't fit, or nothing can score.
         """
         for name, count in counts.items():
             if count > len(task.heldout):
@@ -37,43 +45,106 @@ class Heldout:
         self.rows = task.heldout[: max(counts.values())]
         self.answer = task.answer
         self.key = key
-        tokenizer, sampling = policy.tokenizer, config.sampling
+        self.headline = "pass@1" if task.verdicts and reward_model is None else "reward"
+        self.higher_is_better = HEADLINES[self.headline].higher_is_better
+        self.tokenizer, sampling = policy.tokenizer, config.sampling
         encoded = encode_prompts(
-            self.rows, tokenizer, config.sampling.max_prompt_tokens, "held-out row"
+            self.rows, self.tokenizer, config.sampling.max_prompt_tokens, "held-out row"
         )
         assemble.check_length(policy.config, encoded, sampling.max_new_tokens)
-        self.tokens, self.positions = pad_left(encoded, prompt_width(encoded), tokenizer.pad_id)
-        self.verifier = HostVerifier(task.score, self.rows, tokenizer.decode, tokenizer.stop_ids)
+        tokens, positions = pad_left(encoded, prompt_width(encoded), self.tokenizer.pad_id)
+        self.tokens, self.positions = tokens, positions
         samples = config.eval.samples if sampling.temperature else 1
         self.draw = Draw(samples, sampling.temperature, assemble.filters(config))
-        self.generator = Generator(
-            policy,
-            max_new_tokens=sampling.max_new_tokens,
-            rows=min(config.eval.batch, min(counts.values()) * samples),
-        )
+        rows = min(config.eval.batch, min(counts.values()) * samples)
+        self.generator = Generator(policy, max_new_tokens=sampling.max_new_tokens, rows=rows)
+        self.verifier, self.scorer = None, None
+        if reward_model is not None:
+            pool = Prompts(jnp.asarray(tokens), jnp.asarray(positions), key)
+            self.scorer = Scorer(reward_model, pool, rows)
+        elif task.score is not None:
+            self.verifier = HostVerifier(
+                task.score, self.rows, self.tokenizer.decode, self.tokenizer.stop_ids
+            )
+        else:
+            raise BadInput(
+                f"reward.source: the task {task.name} has no verifier that could score samples; "
+                "expected reward.source=model, with a reward model in reward.model."
+            )
 
     def evaluate(
-        self, params: PyTree, problems: int, *, greedy: bool
+        self, params: PyTree, count: int, *, greedy: bool
     ) -> tuple[dict[str, Any], list[Completion]]:
-        """Metrics of the first `problems`, with `greedy/...` beside if asked, and the texts."""
-        texts = self._texts(params, problems, self.draw)
-        metrics = summarise(texts, self.draw.samples, self.answer)
+        """Metrics of the first `count` problems, with `greedy/...` beside if asked, and the
+        texts."""
+        texts = self._texts(params, count, self.draw)
+        metrics = self._summary(texts, self.draw.samples)
         if greedy and self.draw.temperature > 0:
-            best = summarise(self._texts(params, problems, Draw(1, 0.0)), 1, self.answer)
-            metrics |= {f"greedy/{name}": best[name] for name in ("pass@1", "stderr", "truncated")}
+            best = self._summary(self._texts(params, count, Draw(1, 0.0)), 1)
+            metrics |= {
+                f"greedy/{name}": best[name] for name in (self.headline, "stderr", "truncated")
+            }
         return metrics, texts
 
-    def _texts(self, params: PyTree, problems: int, draw: Draw) -> list[Completion]:
-        samples = self.generator(
-            params, self.tokens[:problems], self.positions[:problems], draw, self.key
-        )
-        return [self._completion(samples, row, draw.samples) for row in range(len(samples.tokens))]
+    def _summary(self, texts: list[Completion], group: int) -> dict[str, float]:
+        if self.headline == "pass@1":
+            return summarise(texts, group, self.answer)
+        return summarise_rewards(texts, group)
 
-    def _completion(self, samples: Any, row: int, group: int) -> Completion:
-        problem, length = row // group, int(samples.mask[row].sum())
-        text = self.verifier.text(samples.tokens[row], length)
-        score = None
-        if samples.finite[row]:
-            place = f"held-out row {problem}"
-            score = self.verifier.score_text(text, self.rows[problem], place=place)
-        return Completion(problem, text, length, bool(samples.truncated[row]), score)
+    def _texts(self, params: PyTree, count: int, draw: Draw) -> list[Completion]:
+        samples = self.generator(
+            params, self.tokens[:count], self.positions[:count], draw, self.key
+        )
+        problems = np.repeat(np.arange(count, dtype=np.int32), draw.samples)
+        texts = [
+            self.tokenizer.decode_completion(tokens[mask].tolist())
+            for tokens, mask in zip(samples.tokens, samples.mask, strict=True)
+        ]
+        scores = self._scores(samples, problems, texts)
+        lengths, truncated = samples.mask.sum(axis=1).tolist(), samples.truncated.tolist()
+        places = problems.tolist()
+        return [
+            Completion(*row) for row in zip(places, texts, lengths, truncated, scores, strict=True)
+        ]
+
+    def _scores(
+        self, samples: Samples, problems: Int[np.ndarray, " M"], texts: list[str]
+    ) -> list[Score | None]:
+        if self.scorer is not None:
+            return self.scorer(samples, problems)
+        return [
+            self.verifier.score_text(text, self.rows[i], place=f"held-out row {i}")
+            if finite
+            else None
+            for text, i, finite in zip(texts, problems.tolist(), samples.finite, strict=True)
+        ]
+
+
+class Scorer:
+    """A reward model's scores of sampled text, in batches of `rows`: one shape, one program."""
+
+    def __init__(self, reward_model: assemble.RewardModel, pool: Prompts, rows: int):
+        self.params, self.pool, self.rows = reward_model.params, pool, rows
+        # The program holds on to what it closes over, and must not to the parameters.
+        model = reward_model.model
+        self.run = jax.jit(
+            lambda params, pool, problems, samples: last_scores(
+                model, params, *whole_rows(pool, problems, samples)
+            )
+        )
+
+    def __call__(self, samples: Samples, problems: Int[np.ndarray, " M"]) -> list[Score | None]:
+        """Of M completions, each of a problem (a row of the pool). None where the logits of its
+        text, or the score, are not finite."""
+        count, pieces = len(problems), []
+        for start in range(0, count, self.rows):
+            # The last batch is filled up with copies, which are dropped.
+            places = np.arange(start, start + self.rows) % count
+            piece = jax.tree.map(lambda x, p=places: x[p], (problems, samples))
+            pieces.append(self.run(self.params, self.pool, *piece))
+        scores = np.concatenate(jax.device_get(pieces))[:count]
+        known = samples.finite & np.isfinite(scores)
+        return [
+            Score(score, None, {"score": score}, "a reward model's score") if ok else None
+            for score, ok in zip(scores.tolist(), known.tolist(), strict=True)
+        ]

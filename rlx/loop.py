@@ -14,19 +14,21 @@ from jaxtyping import PyTree
 
 from model.errors import BadInput
 from model.load import export
+from model.score_head import export_scorer, padding
 from model.tokenizer import Tokenizer
 from rlx import assemble, ops
 from rlx.checkpoint import Checkpoints
-from rlx.config import Config, ConfigError, load, offline, resolved_yaml
-from rlx.evaluate import nest_greedy
-from rlx.heldout import Heldout
+from rlx.config import ConfigError, load, resolved_yaml
+from rlx.evaluate import Evaluation, change_told, nest_greedy, told
+from rlx.measure import make_evaluation
+from rlx.prepare import Preview
 from rlx.report.html import write_report
-from rlx.report.metrics import MetricsWriter, read_lines
+from rlx.report.metrics import RESERVED, MetricsWriter, read_lines
 from rlx.report.progress import Progress, Watch, clock_time
 from rlx.rewards.host import HostVerifier
 from rlx.samples import heldout_samples, training_samples
+from rlx.settings import Config, offline, terms
 from rlx.stepper import Stepper, offline_stepper, online_stepper
-from rlx.train import Preview, initial_state
 
 MAY_CHANGE = {
     "run.name",
@@ -112,7 +114,7 @@ class Record:
     def __init__(
         self,
         config: Config,
-        heldout: Heldout,
+        heldout: Evaluation,
         stepper: Stepper,
         tokenizer: Tokenizer,
         writer: MetricsWriter,
@@ -128,16 +130,19 @@ class Record:
         self, step: int, params: PyTree, preview: Preview | None, problems: int, *, greedy: bool
     ) -> dict[str, Any]:
         """Evaluates, and writes the metrics and some samples, of training too where there are."""
-        metrics, texts = self.heldout.evaluate(params, problems, greedy=greedy)
+        heldout, stepper = self.heldout, self.stepper
+        metrics, texts = heldout.evaluate(params, problems, greedy=greedy)
         self.writer.write(step, metrics, kind="eval")
         count = self.config.log.samples
-        rows = heldout_samples(texts, self.heldout.rows, self.tokenizer, count)
+        rows = heldout_samples(texts, heldout.rows, self.tokenizer, count)
         if preview is not None:
-            rows += training_samples(preview, self.stepper.verifier, self.tokenizer, count)
+            rows += training_samples(
+                preview, stepper.rows, stepper.components, self.tokenizer, count
+            )
         if rows:
             self.writer.write_samples(step, rows)
-        self.progress.note(f"held-out at step {step}: {told(metrics)}")
-        self._tell_failure(self.heldout.verifier)
+        self.progress.note(f"held-out at step {step}: {told(metrics, heldout.headline)}")
+        self._tell_failure(heldout.verifier)
         return metrics
 
     def steps(self, step: int, stacked: ops.Metrics, length: int, seconds: float) -> None:
@@ -164,11 +169,10 @@ class Record:
                     f"{step + i + 1}; nothing was learnt in them. A lower optimizer.learning_rate "
                     "or model.dtype=float32 may help."
                 )
-        if self.stepper.verifier is not None:
-            self._tell_failure(self.stepper.verifier)
+        self._tell_failure(self.stepper.verifier)
 
-    def _tell_failure(self, verifier: HostVerifier) -> None:
-        if verifier.failures and not self._told_failure:
+    def _tell_failure(self, verifier: HostVerifier | None) -> None:
+        if verifier is not None and verifier.failures and not self._told_failure:
             self.progress.note(f"WARNING: the verifier failed: {verifier.last_failure}")
             self._told_failure = True
 
@@ -186,15 +190,18 @@ def train(config: Config, stream: TextIOBase) -> dict[str, Any]:
     counts = {"eval.final_problems": config.eval.final_problems}
     if config.eval.every:
         counts["eval.problems"] = config.eval.problems
-    heldout = Heldout(config, policy, task, keys.evaluation, counts)
+    reward_model = assemble.load_reward_model(config, policy)
     if offline(config):
-        stepper = offline_stepper(config, policy, task, keys.order)
+        stepper = offline_stepper(config, policy, task, keys)
     else:
-        # The reference is the policy where it began; it is kept only where the loss reads it.
-        used = assemble.bound_algorithm(config).uses_reference()
-        reference = policy.params if used else None
-        stepper = online_stepper(config, policy, task, keys.order, reference)
-    state = initial_state(policy.params, stepper.learner, keys.steps)
+        stepper = online_stepper(config, policy, task, keys, reward_model)
+    heldout = make_evaluation(
+        config, policy, task, keys.evaluation, counts, stepper.learner, reward_model
+    )
+    if assemble.trains_scorer(config):
+        padding(policy.folder)  # it says before the run that its end would fail
+    state = stepper.state
+    stepper = stepper._replace(state=None)
     policy = policy._replace(params=None)
 
     # ---- the folder ------------------------------------------------------------------------
@@ -204,6 +211,8 @@ def train(config: Config, stream: TextIOBase) -> dict[str, Any]:
                 folder / "checkpoints",
                 keep=config.checkpoint.keep,
                 keep_best=config.checkpoint.keep_best,
+                headline=heldout.headline,
+                higher_is_better=heldout.higher_is_better,
             )
         )
         step = 0
@@ -235,7 +244,7 @@ def train(config: Config, stream: TextIOBase) -> dict[str, Any]:
         final, greedy = config.eval.final_problems, config.eval.greedy
         before = first_evaluation(folder)
         if before is None:
-            progress.note(f"{folder}: evaluating on {final} held-out problems")
+            progress.note(f"{folder}: evaluating on at most {final} held-out problems")
             before = record.evaluate(step, state.params, None, final, greedy=greedy)
 
         # ---- chunks ------------------------------------------------------------------------
@@ -253,7 +262,7 @@ def train(config: Config, stream: TextIOBase) -> dict[str, Any]:
             if not finished and config.eval.every and step % config.eval.every == 0:
                 problems = config.eval.problems
                 metrics = record.evaluate(step, state.params, preview, problems, greedy=False)
-                score = metrics["pass@1"]
+                score = metrics[heldout.headline]
             if not finished and config.checkpoint.every and step % config.checkpoint.every == 0:
                 checkpoints.save(state, score)
                 saved = step
@@ -265,14 +274,16 @@ def train(config: Config, stream: TextIOBase) -> dict[str, Any]:
         if finished:
             after = record.evaluate(step, state.params, preview, final, greedy=greedy)
             weights = jax.device_get(state.params)
-            export(folder / "hf", weights, policy.config, source=policy.folder)
+            write = export_scorer if assemble.trains_scorer(config) else export
+            write(folder / "hf", weights, policy.config, source=policy.folder)
         else:
             progress.note(f"stopped at step {step}; run.resume=true run.dir={folder} goes on")
         checkpoints.wait()
         summary = {
             "task": config.task.name,
             "model": config.model.path,
-            "algorithm": config.algorithm.name,
+            "algorithm": " + ".join(term.name for term in terms(config)),
+            "headline": heldout.headline,
             "steps": step,
             "before": nest_greedy(before),
             "after": nest_greedy(after) if after else None,
@@ -293,30 +304,14 @@ def first_evaluation(folder: Path) -> dict[str, Any] | None:
         return None
     lines = read_lines(folder / "metrics.jsonl")
     found = [line for line in lines if line["kind"] == "eval" and line["step"] == 0]
-    return {k: v for k, v in found[-1].items() if k not in ("step", "kind")} if found else None
-
-
-def told(metrics: dict[str, Any]) -> str:
-    """An evaluation in a line."""
-    parts = [f"pass@1 {metrics['pass@1']:.1%} ± {metrics['stderr']:.1%} (n={metrics['n']:.0f})"]
-    if "greedy/pass@1" in metrics:
-        parts.append(f"greedy {metrics['greedy/pass@1']:.1%} ± {metrics['greedy/stderr']:.1%}")
-    parts.append(f"length {metrics['length/mean']:.0f}")
-    if metrics["truncated"]:
-        parts.append(f"truncated {metrics['truncated']:.1%}")
-    if metrics["failed"]:
-        parts.append(f"failed {metrics['failed']:.0f}")
-    return ", ".join(parts)
+    return {k: v for k, v in found[-1].items() if k not in RESERVED} if found else None
 
 
 def closing(summary: dict[str, Any], report: Path) -> str:
     """The last lines that a person reads."""
     lines = [f"report {report}"]
     if summary["after"]:
-        first, last = (
-            f"{score['pass@1']:.1%} ± {score['stderr']:.1%}"
-            for score in (summary["before"], summary["after"])
-        )
-        lines.insert(0, f"held-out pass@1 {first} -> {last} in {clock_time(summary['seconds'])}")
+        change = change_told(summary["before"], summary["after"], summary["headline"])
+        lines.insert(0, f"{change} in {clock_time(summary['seconds'])}")
         lines.append(f"model  {summary['hf']}")
     return "\n".join(lines)

@@ -34,13 +34,14 @@ def clipped_surrogate(
 
 
 def clip_metrics(
-    ratio: Float[Array, "B T"],
+    ratio: Float[Array, "B #T"],
     advantages: Float[Array, "B #T"],
-    mask: Bool[Array, "B T"],
+    mask: Bool[Array, "B #T"],
     clip_low: float,
     clip_high: float,
 ) -> Metrics:
-    """Shares of tokens whose gradient the clip cuts: high only where A > 0, low where A < 0."""
+    """Shares of tokens (or rows, for a ratio a row) whose gradient the clip cuts: high only where
+    A > 0, low where A < 0."""
     low = (ratio < 1.0 - clip_low) & (advantages < 0)
     high = (ratio > 1.0 + clip_high) & (advantages > 0)
     limit = jnp.exp(LOG_RATIO_LIMIT)
@@ -53,13 +54,26 @@ def clip_metrics(
     }
 
 
-def k3(logprobs: Float[Array, "B T"], ref_logprobs: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """KL(pi, reference) per token as exp(d) - d - 1, d = log pi_ref - log pi, never negative.
+# Estimators of KL(pi, base) per token, from d = log pi_base - log pi, clamped once.
+# http://joschu.net/blog/kl-approx.html
 
-    d is clamped once, for both of its places: clamped inside `exp` alone, k3 would turn negative.
-    http://joschu.net/blog/kl-approx.html
+
+def k1(logprobs: Float[Array, "B T"], base: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """-d: unbiased, of either sign. For rewards only: as a loss its expected gradient is zero."""
+    return log_ratio(logprobs, base)
+
+
+def k2(logprobs: Float[Array, "B T"], base: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """d^2 / 2: biased, with the right gradient on policy."""
+    return log_ratio(logprobs, base) ** 2 / 2
+
+
+def k3(logprobs: Float[Array, "B T"], base: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """exp(d) - d - 1: unbiased, never negative.
+
+    The clamped d stands in both places: clamped inside `exp` alone, k3 would turn negative.
     """
-    d = log_ratio(ref_logprobs, logprobs)
+    d = log_ratio(base, logprobs)
     # exp(d) - 1 would round to a multiple of 6e-8: at d = 1e-3, an eighth of the value.
     return jnp.expm1(d) - d
 
@@ -88,7 +102,48 @@ def sequence_mean(mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
     return weights / jnp.maximum(lengths, 1.0) / jnp.maximum(jnp.sum(lengths > 0), 1.0)
 
 
-def mean(x: Bool[Array, "B #T"] | Float[Array, "B #T"], mask: Bool[Array, "B T"]) -> Mean:
+def row_mean(mask: Bool[Array, "B T"]) -> Float[Array, "B 1"]:
+    """1 / B: every row weighs the same, whatever its length; for losses of one value a row."""
+    rows = jnp.any(mask, axis=1, keepdims=True).astype(jnp.float32)
+    return rows / jnp.maximum(jnp.sum(rows), 1.0)
+
+
+def budget_mean(mask: Bool[Array, "B T"], *, budget: int | None = None) -> Float[Array, "B T"]:
+    """m / (B budget): a token's weight knows no length, its own row's or another's.
+
+    `budget` is the longest completion, `sampling.max_new_tokens` in training (default: the mask's
+    width).
+    """
+    weights = mask.astype(jnp.float32)
+    rows = jnp.maximum(jnp.sum(jnp.any(mask, axis=1)), 1)
+    return weights / (rows * (mask.shape[1] if budget is None else budget))
+
+
+REDUCTIONS = {
+    "token_mean": token_mean,
+    "sequence_mean": sequence_mean,
+    "budget_mean": budget_mean,
+    "row_mean": row_mean,
+}
+
+
+def row_sum(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B 1"]:
+    return jnp.sum(masked(x, mask), axis=1, keepdims=True)
+
+
+def row_average(x: Float[Array, "B #T"], mask: Bool[Array, "B T"]) -> Float[Array, "B 1"]:
+    """Over a row's unmasked tokens; 0 for a row without one."""
+    length = jnp.maximum(jnp.sum(mask, axis=1, keepdims=True), 1)
+    return row_sum(jnp.broadcast_to(x, mask.shape), mask) / length
+
+
+def last_token(mask: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
+    """True on each row's last unmasked token: a reward at padding would be masked away."""
+    after = jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1]
+    return mask & (after == 1)
+
+
+def mean(x: Bool[Array, "B #T"] | Float[Array, "B #T"], mask: Bool[Array, "B #T"]) -> Mean:
     """The mean over unmasked tokens, as a sum and a count."""
     total = jnp.sum(jnp.where(mask, x, 0), dtype=jnp.float32)
     return Mean(total, jnp.sum(mask, dtype=jnp.float32))

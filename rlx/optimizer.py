@@ -45,6 +45,20 @@ def make_optimizer(optimizer: OptimizerSettings, rate: Callable) -> optax.Gradie
     return optax.chain(optax.clip_by_global_norm(optimizer.clip_norm), rule)
 
 
+def apart(
+    policy: optax.GradientTransformation, critic: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """A rule for (params, critic): each part by its own, its gradient clipped by its own norm."""
+
+    def labels(trained: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+        return tuple(
+            jax.tree.map(lambda _, name=name: name, part)
+            for name, part in zip(("policy", "critic"), trained, strict=True)
+        )
+
+    return optax.partition({"policy": policy, "critic": critic}, labels)
+
+
 def matrices(params: PyTree) -> PyTree:
     """True for kernels and embeddings."""
     return jax.tree_util.tree_map_with_path(

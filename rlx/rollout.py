@@ -38,6 +38,12 @@ class Sampling(NamedTuple):
     pad_id: int
     components: tuple[str, ...]
     """Names of the reward's parts."""
+    verdicts: bool
+    """The verifier says right or wrong, beside the reward."""
+    retire_after: int
+    """Successive visits that must find a prompt wholly solved to draw it no more; 0: never."""
+    probe: int
+    """Samples of a prompt before it is decided which prompts get the rest of a group; 0: off."""
     dynamic: bool
     """DAPO's dynamic sampling: keep informative groups only and draw until N are there."""
     max_rounds: int
@@ -51,6 +57,7 @@ class Scores(NamedTuple):
     rewards: Float[Array, "N G"]
     correct: Float[Array, "N G"]
     components: Float[Array, "N G C"]
+    token_scores: Float[Array, "N G T"]
 
 
 class Pending(NamedTuple):
@@ -59,6 +66,8 @@ class Pending(NamedTuple):
     rollout: Rollout
     kept: Bool[Array, " N"]
     cursor: Int[Array, ""]
+    solved: Int[Array, " M"] | None
+    """As `Memory` has it, this step's groups counted in."""
     round: Int[Array, ""]
     informative: Int[Array, ""]
     """Groups worth keeping among all that were drawn."""
@@ -66,45 +75,89 @@ class Pending(NamedTuple):
     """Of everything drawn, kept or not."""
 
 
+class Draw(NamedTuple):
+    """Which prompts come next."""
+
+    rows: Int[Array, " N"]
+    epochs: Int[Array, " N"]
+    """The epoch that each is drawn in."""
+    cursor: Int[Array, ""]
+    """Behind the last of them."""
+
+
 def next_rows(
-    pool: Prompts, cursor: Int[Array, ""], count: int
-) -> tuple[Int[Array, " count"], Int[Array, " count"]]:
-    """Ids of the next prompts and the epoch each belongs to: every epoch is a new order of the
-    whole pool, `cursor` counts on through all of them. `count` is at most the pool's size."""
+    pool: Prompts,
+    cursor: Int[Array, ""],
+    count: int,
+    retired: Bool[Array, " M"] | None = None,
+) -> Draw:
+    """The next prompts: every epoch is a new order of the whole pool, `cursor` counts on through
+    all of them. `count` is at most the pool's size.
+
+    Retired prompts are passed over, unless fewer than `count` are left: then they fill up.
+    """
     size = pool.tokens.shape[0]
-    index = cursor + jnp.arange(count)
-    epoch, place = index // size, index % size
-    first = cursor // size
+    first, place = cursor // size, cursor % size
 
     def order(e):
         return jax.random.permutation(jax.random.fold_in(pool.key, e), size)
 
     order_now = order(first)
+    ahead = jnp.arange(size) >= place
+    if retired is None:
+        beyond = place + count > size
+    else:
+        beyond = jnp.sum(ahead & ~retired[order_now]) < count
     # Sorting a large pool takes a share of a step; the second order is seldom needed.
-    order_next = jax.lax.cond(epoch[-1] > first, lambda: order(first + 1), lambda: order_now)
-    return jnp.where(epoch == first, order_now[place], order_next[place]), epoch
+    order_next = jax.lax.cond(beyond, lambda: order(first + 1), lambda: order_now)
+    rows = jnp.concatenate([order_now, order_next])
+    if retired is None:
+        places = place + jnp.arange(count)
+    else:
+        # What this epoch still holds is not taken from the next one too: a draw then has no prompt
+        # twice, and a visit counts once.
+        waiting = jnp.zeros(size, bool).at[order_now].set(ahead)
+        free = jnp.concatenate([ahead, ~waiting[order_next]])
+        rank = jnp.where(free, retired[rows].astype(jnp.int32), 2)
+        places = jnp.argsort(rank, stable=True)[:count]
+    return Draw(rows[places], first + places // size, first * size + jnp.max(places) + 1)
 
 
-def begin(sampling: Sampling, prompt_width: int, cursor: Int[Array, ""]) -> Pending:
+def empty_rollout(sampling: Sampling, prompt_width: int) -> Rollout:
+    """Its shapes, with nothing in them."""
     n, g, t = sampling.prompts, sampling.samples, sampling.max_new_tokens
     rows, width = n * g, prompt_width + t
     nothing = jnp.zeros((rows, t), jnp.float32)
-    rollout = Rollout(
+    return Rollout(
         tokens=jnp.full((rows, width), sampling.pad_id, jnp.int32),
         positions=jnp.full((rows, width), -1, jnp.int32),
         mask=jnp.zeros((rows, t), bool),
         sampler_logprobs=nothing,
         old_logprobs=nothing,
         ref_logprobs=nothing,
+        values=nothing,
+        bootstrap=jnp.zeros(rows, jnp.float32),
         rewards=jnp.zeros((n, g), jnp.float32),
+        token_rewards=nothing,
         correct=jnp.zeros((n, g), jnp.float32),
         components=jnp.zeros((n, g, len(sampling.components)), jnp.float32),
+        token_scores=nothing,
         truncated=jnp.zeros(rows, bool),
         rows=jnp.zeros(n, jnp.int32),
     )
-    shapes = jax.eval_shape(lambda r: measure(sampling, r, jnp.ones(rows, bool)), rollout)
-    zero = jnp.int32(0)
-    return Pending(rollout, jnp.zeros(n, bool), cursor, zero, zero, ops.nothing_measured(shapes))
+
+
+def begin(
+    sampling: Sampling,
+    prompt_width: int,
+    cursor: Int[Array, ""],
+    solved: Int[Array, " M"] | None = None,
+) -> Pending:
+    rollout = empty_rollout(sampling, prompt_width)
+    finite = jnp.ones_like(rollout.truncated)
+    shapes = jax.eval_shape(lambda r: measure(sampling, r, finite), rollout)
+    zero, nothing = jnp.int32(0), jnp.zeros(sampling.prompts, bool)
+    return Pending(rollout, nothing, cursor, solved, zero, zero, ops.nothing_measured(shapes))
 
 
 def sample_round(
@@ -112,22 +165,38 @@ def sample_round(
     params: PyTree,
     pool: Prompts,
     cursor: Int[Array, ""],
+    solved: Int[Array, " M"] | None,
     key: Key[Array, ""],
     round: Int[Array, ""],
-) -> tuple[Samples, Int[Array, " N"]]:
-    """Samples of the next N prompts, and which rows of the pool those are.
+) -> tuple[Samples, Draw]:
+    """Samples of the next N prompts, and which those are."""
+    retired = None if solved is None else solved >= sampling.retire_after
+    draw = next_rows(pool, cursor, sampling.prompts, retired)
+    key = jax.random.fold_in(key, round)
+    return sample_rows(sampling, params, pool, draw.rows, draw.epochs, key, 0), draw
 
-    A row's noise is of (step's key, round, prompt, epoch, sample): never used twice, never
+
+def sample_rows(
+    sampling: Sampling,
+    params: PyTree,
+    pool: Prompts,
+    rows: Int[Array, " N"],
+    epochs: Int[Array, " N"],
+    key: Key[Array, ""],
+    first: Int[Array, ""] | int,
+) -> Samples:
+    """G samples of each prompt, of which the first is number `first`.
+
+    A row's noise is of (key of the step and round, prompt, epoch, sample): never used twice, never
     shared by siblings, and the same whatever else is in the batch.
     """
-    rows, epochs = next_rows(pool, cursor, sampling.prompts)
-    key = jax.random.fold_in(key, round)
 
     def group_keys(row, epoch):
         prompt_key = jax.random.fold_in(jax.random.fold_in(key, row), epoch)
-        return jax.vmap(lambda g: jax.random.fold_in(prompt_key, g))(jnp.arange(sampling.samples))
+        numbers = first + jnp.arange(sampling.samples)
+        return jax.vmap(lambda g: jax.random.fold_in(prompt_key, g))(numbers)
 
-    samples = sample(
+    return sample(
         sampling.model,
         params,
         pool.tokens[rows],
@@ -139,7 +208,18 @@ def sample_round(
         temperature=sampling.temperature,
         dtype=sampling.dtype,
     )
-    return samples, rows
+
+
+def whole_rows(
+    pool: Prompts, rows: Int[Array, " N"], samples: Samples
+) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
+    """Tokens and positions of each prompt with each of its completions."""
+    group = samples.mask.shape[0] // rows.shape[0]
+    prompt_positions = jnp.repeat(pool.positions[rows], group, axis=0)
+    columns = jnp.arange(samples.mask.shape[1]) + 1
+    positions = jnp.where(samples.mask, prompt_positions[:, -1:] + columns, -1)
+    tokens = [jnp.repeat(pool.tokens[rows], group, axis=0), samples.tokens]
+    return jnp.concatenate(tokens, axis=1), jnp.concatenate([prompt_positions, positions], axis=1)
 
 
 def join(
@@ -150,10 +230,7 @@ def join(
     scores: Scores,
 ) -> Rollout:
     """Puts prompts, samples and scores together, and shapes the reward by length."""
-    g = sampling.samples
-    prompt_positions = jnp.repeat(pool.positions[rows], g, axis=0)
-    columns = jnp.arange(samples.mask.shape[1]) + 1
-    positions = jnp.where(samples.mask, prompt_positions[:, -1:] + columns, -1)
+    tokens, positions = whole_rows(pool, rows, samples)
     rewards = scores.rewards
     if sampling.overlong_buffer:
         lengths = jnp.sum(samples.mask, axis=1).reshape(rewards.shape)
@@ -164,15 +241,19 @@ def join(
     rewards = jnp.where(samples.finite.reshape(rewards.shape), rewards, jnp.nan)
     nothing = jnp.zeros_like(samples.logprobs)
     return Rollout(
-        tokens=jnp.concatenate([jnp.repeat(pool.tokens[rows], g, axis=0), samples.tokens], axis=1),
-        positions=jnp.concatenate([prompt_positions, positions], axis=1),
+        tokens=tokens,
+        positions=positions,
         mask=samples.mask,
         sampler_logprobs=samples.logprobs,
         old_logprobs=nothing,
         ref_logprobs=nothing,
+        values=nothing,
+        bootstrap=nothing[:, 0],
         rewards=rewards,
+        token_rewards=nothing,
         correct=jnp.where(jnp.isfinite(rewards), scores.correct, jnp.nan),
         components=scores.components,
+        token_scores=scores.token_scores.reshape(samples.mask.shape),
         truncated=samples.truncated,
         rows=rows,
     )
@@ -182,15 +263,17 @@ def absorb(
     sampling: Sampling,
     pool: Prompts,
     pending: Pending,
-    rows: Int[Array, " N"],
+    draw: Draw,
     samples: Samples,
     scores: Scores,
 ) -> Pending:
     """Adds one round. With dynamic sampling, uninformative groups are dropped; groups beyond N
     are surplus. The order of drawing is kept."""
-    fresh = join(sampling, pool, rows, samples, scores)
+    fresh = join(sampling, pool, draw.rows, samples, scores)
     n = sampling.prompts
-    useful = informative(fresh.correct) if sampling.dynamic else jnp.ones(n, bool)
+    useful = jnp.ones(n, bool)
+    if sampling.dynamic:
+        useful = worth(sampling, fresh, scores.rewards)
     kept = jnp.concatenate([pending.kept, useful])
     chosen = jnp.argsort(~kept, stable=True)[:n]
 
@@ -201,11 +284,37 @@ def absorb(
     return Pending(
         rollout=jax.tree.map(merge, pending.rollout, fresh),
         kept=kept[chosen],
-        cursor=pending.cursor + n,
+        cursor=draw.cursor,
+        solved=count_solved(pending.solved, draw.rows, fresh.correct),
         round=pending.round + 1,
         informative=pending.informative + jnp.sum(useful, dtype=jnp.int32),
         metrics=ops.combine(pending.metrics, measure(sampling, fresh, samples.finite)),
     )
+
+
+def worth(sampling: Sampling, rollout: Rollout, rewards: Float[Array, "N G"]) -> Bool[Array, " N"]:
+    """Which groups have something to teach: by the verdicts, or by the verifier's own `rewards`,
+    never by a reward shaped by length."""
+    if sampling.verdicts:
+        return informative(rollout.correct)
+    return spread(jnp.where(jnp.isfinite(rollout.rewards), rewards, jnp.nan))
+
+
+def count_solved(
+    solved: Int[Array, " M"] | None, rows: Int[Array, " N"], correct: Float[Array, "N G"]
+) -> Int[Array, " M"] | None:
+    """One more visit to each of these prompts: another all right, or the end of a series."""
+    if solved is None:
+        return None
+    return solved.at[rows].set(jnp.where(jnp.all(correct == 1, axis=1), solved[rows] + 1, 0))
+
+
+def spread(rewards: Float[Array, "N G"]) -> Bool[Array, " N"]:
+    """max - min > 1e-8 of the scored rows: what stands for informative where nothing is right or
+    wrong."""
+    scored = jnp.isfinite(rewards)
+    highest = jnp.max(jnp.where(scored, rewards, -jnp.inf), axis=1)
+    return highest - jnp.min(jnp.where(scored, rewards, jnp.inf), axis=1) > 1e-8
 
 
 def measure(sampling: Sampling, rollout: Rollout, finite: Bool[Array, " B"]) -> Metrics:
@@ -220,26 +329,32 @@ def measure(sampling: Sampling, rollout: Rollout, finite: Bool[Array, " B"]) -> 
     def of_groups(x):
         return ops.mean(x[:, None], groups)
 
-    return {
-        "reward/mean": ops.mean(rewards, scored),
-        "reward/std": ops.deviation(rewards, scored),
+    verdicts = {
         # A row that could not be scored is not solved, and stays in the denominator.
         "solve_rate": ops.mean(right, jnp.ones_like(scored)),
-        "groups/all_equal": of_groups(~mixed(rewards)),
         "groups/all_right": of_groups(jnp.all(right | ~scored, axis=1) & jnp.any(scored, axis=1)),
         "groups/all_wrong": of_groups(jnp.all(wrong | ~scored, axis=1) & jnp.any(scored, axis=1)),
-        "length/mean": ops.mean(lengths, every),
-        "length/min": Smallest(jnp.min(lengths)),
-        "length/max": Largest(jnp.max(lengths)),
-        "length/finished": ops.mean(lengths, ~rollout.truncated[:, None]),
-        "truncated": ops.mean(rollout.truncated[:, None], every),
-        "unscored": ops.mean(~scored, jnp.ones_like(scored)),
-        "nonfinite_rows": ops.mean(~finite[:, None], every),
-        "tokens": Mean(jnp.sum(lengths), jnp.float32(0)),
-    } | {
-        f"reward/{name}": ops.mean(rollout.components[..., i], scored)
-        for i, name in enumerate(sampling.components)
     }
+    return (
+        (verdicts if sampling.verdicts else {})
+        | {
+            "reward/mean": ops.mean(rewards, scored),
+            "reward/std": ops.deviation(rewards, scored),
+            "groups/all_equal": of_groups(~mixed(rewards)),
+            "length/mean": ops.mean(lengths, every),
+            "length/min": Smallest(jnp.min(lengths)),
+            "length/max": Largest(jnp.max(lengths)),
+            "length/finished": ops.mean(lengths, ~rollout.truncated[:, None]),
+            "truncated": ops.mean(rollout.truncated[:, None], every),
+            "unscored": ops.mean(~scored, jnp.ones_like(scored)),
+            "nonfinite_rows": ops.mean(~finite[:, None], every),
+            "tokens": Mean(jnp.sum(lengths), jnp.float32(0)),
+        }
+        | {
+            f"reward/{name}": ops.mean(rollout.components[..., i], scored)
+            for i, name in enumerate(sampling.components)
+        }
+    )
 
 
 def finish_metrics(sampling: Sampling, pending: Pending) -> Metrics:

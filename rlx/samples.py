@@ -8,7 +8,6 @@ import numpy as np
 
 from model.tokenizer import Tokenizer
 from rlx.evaluate import Completion
-from rlx.rewards.host import HostVerifier
 from rlx.train import Preview
 
 
@@ -19,26 +18,34 @@ def prompt_text(tokenizer: Tokenizer, row: Mapping[str, Any]) -> str:
 
 
 def training_samples(
-    preview: Preview, verifier: HostVerifier, tokenizer: Tokenizer, count: int
+    preview: Preview,
+    rows: Sequence[Mapping[str, Any]],
+    components: Sequence[str],
+    tokenizer: Tokenizer,
+    count: int,
 ) -> list[dict[str, Any]]:
-    """The first `count` completions of a step; fewer where it kept fewer."""
+    """The first `count` completions of a step; fewer where it kept fewer.
+
+    `rows` are the training rows, `components` the names of the parts of the reward.
+    """
     rollout = preview.rollout
     group, width = rollout.rewards.shape[1], rollout.mask.shape[1]
     texts = jax.device_get((rollout.tokens[:count, -width:], rollout.mask[:count]))
     scores = jax.device_get((rollout.rewards, rollout.correct, rollout.components))
-    rewards, correct, components = (x.reshape(-1, *x.shape[2:]) for x in scores)
-    advantages, truncated, rows = jax.device_get(
+    rewards, correct, parts = (x.reshape(-1, *x.shape[2:]) for x in scores)
+    advantages, truncated, places = jax.device_get(
         (preview.advantages[:count], rollout.truncated[:count], rollout.rows)
     )
     return [
         {
             "split": "train",
-            "prompt": prompt_text(tokenizer, verifier.rows[int(rows[i // group])]),
-            "completion": verifier.text(tokens, int(mask.sum())),
+            "prompt": prompt_text(tokenizer, rows[int(places[i // group])]),
+            "completion": tokenizer.decode_completion(tokens[mask].tolist()),
             "reward": float(rewards[i]),
-            "components": dict(zip(verifier.components, components[i].tolist(), strict=True)),
+            "components": dict(zip(components, parts[i].tolist(), strict=True)),
             "correct": bool(correct[i]) if np.isfinite(correct[i]) else None,
-            "advantage": float(advantages[i].mean()),
+            # One a row, or one a token: then the mean over its tokens.
+            "advantage": float(np.broadcast_to(advantages[i], mask.shape)[mask].mean()),
             "truncated": bool(truncated[i]),
             "length": int(mask.sum()),
         }

@@ -1,19 +1,20 @@
 """Scoring a file of completions: what `score` on the command line runs."""
 
 import json
-import math
 from pathlib import Path
 
 from model.errors import BadInput
 from rlx.files import write_atomically
 from rlx.rewards import VERIFIERS, RowError, Score
+from rlx.rewards.score import check_score
 from rlx.tasks.files import read_json_lines
 
 
 def score_file(task_name: str, input: Path, output: Path) -> dict:
     """Score each line's `completion` and write the line with its verdict added.
 
-    A line out has the fields of its line in, and `reward`, `correct`, each component and `reason`.
+    A line out has the fields of its line in, and `reward`, `correct`, each component, `reason` and,
+    where the verifier names any, `spans`: places of the completion and what each earned.
     Where the verifier fails, `reward` and `correct` are null and `reason` tells why. Nothing is
     written unless every line in has what the verifier needs (ValueError names file and line).
 
@@ -48,7 +49,7 @@ def score_file(task_name: str, input: Path, output: Path) -> dict:
 def _score(task_name: str, row: dict, place: str) -> dict:
     try:
         score = VERIFIERS[task_name](row["completion"], row)
-        return _verdict(score)
+        return _verdict(score, row["completion"])
     except RowError as error:
         raise BadInput(f"{place}: {error}") from error
     except Exception as error:
@@ -56,12 +57,14 @@ def _score(task_name: str, row: dict, place: str) -> dict:
         return {"reward": None, "correct": None, "reason": reason}
 
 
-def _verdict(score: Score) -> dict:
-    if not math.isfinite(score.reward):
-        raise BadInput(f"the reward is {score.reward}")
+def _verdict(score: Score, completion: str) -> dict:
+    check_score(score, completion)
     # the component `correct`, where there is one, says the same as the verdict
-    return score.components | {
+    verdict = score.components | {
         "reward": score.reward,
         "correct": score.correct,
         "reason": score.reason,
     }
+    if score.spans:
+        verdict["spans"] = [span._asdict() for span in score.spans]
+    return verdict

@@ -1,36 +1,28 @@
 """The sections of a configuration: each setting's type, default, unit and range, once.
 
-The keys of `algorithm` and `task` are not written here. They are the keyword-only parameters of
-the chosen row's functions, which hold their defaults; only their ranges are in a table below.
+`task` and `algorithm` have no keys here: signatures.py reads theirs off the chosen row's functions.
+Below the sections: Config, and what is worked out from one.
 """
 
-import functools
-import inspect
-import re
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, create_model
-from pydantic.fields import FieldInfo
+from pydantic import Field, SerializeAsAny
 
-from rlx.algorithms import ALGORITHMS
+from rlx.algorithms.critic import value
 from rlx.algorithms.record import hyper_parameters
-from rlx.tasks import TASKS
-
-
-def _flag(value: Any) -> Any:
-    # bool("False") is True, so that text is read by its letters and never by its truth.
-    words = {"true": True, "false": False}
-    return words.get(value.lower(), value) if isinstance(value, str) else value
-
-
-Flag = Annotated[bool, BeforeValidator(_flag)]
-
-
-class Section(BaseModel):
-    """Refuses unknown keys and changes of type: no text for a number, no 1.5 for an integer."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+from rlx.corrections import CORRECTIONS
+from rlx.signatures import (
+    AlgorithmSettings,
+    ChosenTerm,
+    Flag,
+    OneTerm,
+    Section,
+    SeveralTerms,
+    TaskSettings,
+    chosen_term,
+    model_of,
+)
 
 
 class RunSettings(Section):
@@ -57,12 +49,6 @@ class ModelSettings(Section):
     )
 
 
-class TaskSettings(Section):
-    """`name` only; the chosen task's own keys come from its signature."""
-
-    name: str = Field("countdown", description="row of the table of tasks")
-
-
 class SamplingSettings(Section):
     max_new_tokens: int = Field(1024, ge=1, description="longest completion, tokens")
     max_prompt_tokens: int = Field(512, ge=1, description="longest prompt, tokens")
@@ -74,10 +60,32 @@ class SamplingSettings(Section):
     )
 
 
-class AlgorithmSettings(Section):
-    """`name` only; the chosen algorithm's own keys come from its functions' signatures."""
-
-    name: str = Field("dapo", description="row of the table of algorithms")
+class RewardSettings(Section):
+    source: Literal["verifier", "model"] = Field(
+        "verifier", description="the task's own verifier, or a reward model"
+    )
+    model: str = Field("", description="reward model's checkpoint folder; with reward.source=model")
+    kl: Literal["none", "k1", "k3"] = Field(
+        "none", description="estimator of a KL penalty to the start, taken off each token's reward"
+    )
+    kl_beta: float = Field(
+        0.0, ge=0, le=100, description="its weight, reward a nat; above 0 with reward.kl only"
+    )
+    kl_target: float = Field(
+        0.0, ge=0, description="nats a completion that the weight is steered to; 0: it is fixed"
+    )
+    kl_horizon: float = Field(
+        10_000.0, gt=0, description="completions over which it is steered; with kl_target only"
+    )
+    missing_stop_penalty: float = Field(
+        0.0, ge=0, description="taken off the reward of a truncated row"
+    )
+    running: Flag = Field(
+        False, description="normalise rewards by the mean and deviation of all so far"
+    )
+    clip: float = Field(
+        0.0, ge=0, description="largest absolute reward, after normalisation; 0: off"
+    )
 
 
 class RolloutSettings(Section):
@@ -92,17 +100,48 @@ class RolloutSettings(Section):
     old_logprobs: Literal["auto", "current", "recompute", "sampler"] = Field(
         "auto",
         description="current: those of the update itself, where a batch gets one; auto: current "
-        "there, else recompute",
+        "there (with no replay, correction or reward.kl), else recompute",
     )
+    correction: Literal["none", *CORRECTIONS] = Field(
+        "none", description="what is done about the gap between sampler and trainer"
+    )
+    correction_cap: float = Field(
+        2.0, gt=1, description="largest ratio of the two, trainer to sampler; with a correction"
+    )
+    correction_floor: float = Field(
+        0.5, gt=0, lt=1, description="least ratio of the two; with a correction that masks"
+    )
+    probe: int = Field(
+        0,
+        ge=0,
+        description="samples of a prompt before it is decided whether its group is worth "
+        "completing; at least 2; 0: off",
+    )
+    retire_after: int = Field(
+        0,
+        ge=0,
+        description="visits in a row with all samples right, after which a prompt is drawn no "
+        "more; 0: never",
+    )
+    replay: int = Field(
+        0,
+        ge=0,
+        description="groups kept from earlier steps to take the place of those that teach "
+        "nothing; 0: off",
+    )
+    replay_max_age: int = Field(8, ge=1, description="steps that a group is kept; with replay only")
 
 
 class BatchSettings(Section):
-    prompts: int = Field(32, ge=1, description="prompts (or data rows) a step")
+    prompts: int = Field(32, ge=1, description="prompts (or data rows, or pairs of rows) a step")
     samples: int = Field(8, ge=1, description="completions a prompt, at least 2 to compare a group")
     minibatches: int = Field(1, ge=1, description="optimizer updates an epoch")
     epochs: int = Field(1, ge=1, description="passes over a step's rows")
     micro: int = Field(
         0, ge=0, description="rows a forward and backward pass; 0: the whole mini-batch"
+    )
+    packing: Flag = Field(
+        False, description="several conversations a row, each attending to itself alone; sft"
     )
 
 
@@ -122,6 +161,31 @@ class OptimizerSettings(Section):
     )
     final_fraction: float = Field(
         0.0, ge=0, le=1, description="of the peak, at the end; with linear or cosine only"
+    )
+
+
+class CriticSettings(Section):
+    """For algorithms whose advantages read a critic's values."""
+
+    kind: Literal["head", "model"] = Field(
+        "head", description="head: on the policy's trunk; model: one of its own"
+    )
+    path: str = Field(
+        "",
+        description="folder of a policy or reward model that it begins as; empty: the policy; "
+        "with critic.kind=model only",
+    )
+    learning_rate: float = Field(
+        0.0,
+        ge=0,
+        le=10,
+        description="peak; 0: optimizer.learning_rate; with critic.kind=model only",
+    )
+    coefficient: float = Field(0.1, gt=0, le=100, description="weight of the critic's loss")
+    value_clip: float = Field(
+        hyper_parameters(value)["value_clip"].default,
+        gt=0,
+        description="a value counts as learnt up to this distance from the one at sampling time",
     )
 
 
@@ -156,89 +220,8 @@ class LogSettings(Section):
     tensorboard: Flag = Field(True, description="write TensorBoard events")
 
 
-# What a hyper-parameter may be, by name: one word means one thing in every algorithm and task.
-# A name that is not here has its type for a limit.
-RANGES: dict[str, FieldInfo] = {
-    "clip_low": Field(ge=0, lt=1, description="the ratio is clipped at 1 - clip_low"),
-    "clip_high": Field(ge=0, le=10, description="the ratio is clipped at 1 + clip_high"),
-    "beta": Field(ge=0, le=100, description="weight of the KL term, or a preference's temperature"),
-    "ddof": Field(ge=0, le=1, description="1: sample standard deviation, 0: population"),
-    "epsilon": Field(ge=0, le=1, description="added to the standard deviation"),
-    "gamma": Field(ge=0, le=1, description="discount a token"),
-    "lam": Field(ge=0, le=1, description="decay of the advantage estimate a token"),
-    "cap": Field(gt=0, description="largest importance weight"),
-    "clip": Field(ge=0, le=10, description="clip of the log-ratio"),
-    "tau_positive": Field(gt=0, description="gate's temperature where the advantage is positive"),
-    "tau_negative": Field(gt=0, description="gate's temperature where the advantage is negative"),
-    "label_smoothing": Field(ge=0, lt=0.5, description="share of preferences taken as wrong"),
-    "train_size": Field(ge=1, description="problems to train on"),
-    "heldout_size": Field(ge=1, description="problems to evaluate on"),
-    "format_weight": Field(ge=0, le=1, description="reward for the form of the answer alone"),
-    "language": Field(description="of the prompts"),
-    "give_up": Field(ge=0, le=1, description="worked examples: chance to give up after a miss"),
-    "demonstrations": Field(ge=1, description="worked completions a training problem, for sft"),
-    "numbers": Field(description="counts of numbers a problem may have, in equal shares"),
-    "lowest": Field(description="least number of a problem"),
-    "highest": Field(description="largest number of a problem"),
-    "target_lowest": Field(description="least target"),
-    "target_highest": Field(description="largest target"),
-    "file": Field(description="file of training rows; empty: they are generated"),
-    "heldout_file": Field(description="file of held-out rows; empty: they are set apart"),
-}
-
-# Given by the caller: the run's seed to a task, `sampling.max_new_tokens` to a reduction.
-FILLED = frozenset({"seed", "budget"})
-
-
-def functions_of(section: str, name: str) -> tuple[Callable, ...]:
-    """Return the functions whose hyper-parameters are the keys of `section`, in a row's order."""
-    if section == "task":
-        return (TASKS[name],)
-    row = ALGORITHMS[name]
-    return tuple(f for f in (row.advantages, row.loss, row.weights) if f is not None)
-
-
-def model_of(section: str, name: str) -> type[Section]:
-    """Return the type of the section `algorithm` or `task` where row `name` is chosen.
-
-    Raises KeyError where the table has no such row.
-    """
-    return _built(section, name, functions_of(section, name))
-
-
-@functools.cache
-def _built(section: str, name: str, functions: tuple[Callable, ...]) -> type[Section]:
-    fields: dict[str, Any] = {}
-    for function in functions:
-        for key, parameter in hyper_parameters(function).items():
-            default = parameter.default
-            if key in FILLED:
-                continue
-            if default is inspect.Parameter.empty:
-                default = ...
-            if key in fields and fields[key][1] != default:
-                raise TypeError(
-                    f"two functions of {section} {name} have different defaults for `{key}`: "
-                    f"expected one, came {fields[key][1]!r} and {default!r}"
-                )
-            kind = Flag if parameter.annotation is bool else parameter.annotation
-            about = RANGES.get(key) or Field(description=_explained(function, key))
-            fields[key] = (Annotated[kind, about], default)
-    base = AlgorithmSettings if section == "algorithm" else TaskSettings
-    about = base.model_fields["name"].description
-    chosen = (Literal[name], Field(name, description=about))
-    return create_model(f"{section}_{name}", __base__=base, name=chosen, **fields)
-
-
-def _explained(function: Callable, key: str) -> str:
-    """Return the first sentence of the docstring that speaks of the parameter, or its name."""
-    text = " ".join((inspect.getdoc(function) or "").split())
-    about = [s for s in re.split(r"(?<=[.:]) ", text) if f"`{key}`" in s]
-    return about[0].rstrip(".:") if about else key.replace("_", " ")
-
-
-def _default(section: str, base: type[Section]) -> Callable[[], Section]:
-    return lambda: model_of(section, base.model_fields["name"].default)()
+def _default(base: type[Section]) -> Callable[[], Section]:
+    return lambda: model_of(base, base.model_fields["name"].default)()
 
 
 class Config(Section):
@@ -246,46 +229,56 @@ class Config(Section):
 
     run: RunSettings = RunSettings()
     model: ModelSettings = ModelSettings()
-    task: SerializeAsAny[TaskSettings] = Field(default_factory=_default("task", TaskSettings))
+    task: SerializeAsAny[TaskSettings] = Field(default_factory=_default(TaskSettings))
     sampling: SamplingSettings = SamplingSettings()
-    algorithm: SerializeAsAny[AlgorithmSettings] = Field(
-        default_factory=_default("algorithm", AlgorithmSettings)
-    )
+    algorithm: SerializeAsAny[AlgorithmSettings] = Field(default_factory=_default(OneTerm))
+    reward: RewardSettings = RewardSettings()
     rollout: RolloutSettings = RolloutSettings()
     batch: BatchSettings = BatchSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
+    critic: CriticSettings = CriticSettings()
     loop: LoopSettings = LoopSettings()
     eval: EvalSettings = EvalSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     log: LogSettings = LogSettings()
 
 
-def hyper(section: Section, function: Callable | None = None) -> dict[str, Any]:
-    """Return the hyper-parameters of `algorithm` or `task`, or those that `function` takes.
-
-    What the caller fills (`seed`, `budget`) is not among them.
-    """
-    values = {key: value for key, value in section if key != "name"}
-    if function is None:
-        return values
-    return {key: values[key] for key in hyper_parameters(function) if key in values}
+def terms(config: Config) -> tuple[ChosenTerm, ...]:
+    """The losses of the run, one in the short form. The first is its algorithm."""
+    algorithm = config.algorithm
+    sections = algorithm.terms if isinstance(algorithm, SeveralTerms) else (algorithm,)
+    return tuple(map(chosen_term, sections))
 
 
-def old_logprobs(config: Config) -> str:
-    """`rollout.old_logprobs`, `auto` resolved: the current ones where a batch gets one update."""
-    if config.rollout.old_logprobs != "auto":
-        return config.rollout.old_logprobs
-    return "current" if config.batch.epochs * config.batch.minibatches == 1 else "recompute"
+def source(config: Config) -> str:
+    """What the run learns from: `rollouts`, `pairs` or `texts`."""
+    return terms(config)[0].row.source
 
 
 def offline(config: Config) -> bool:
     """Whether the algorithm learns from data as it stands, with no text sampled."""
-    return ALGORITHMS[config.algorithm.name].advantages is None
+    return source(config) != "rollouts"
+
+
+def unit(config: Config) -> int:
+    """Rows that stay together when a batch is shuffled and cut: 2 where there are pairs."""
+    return max(term.row.unit for term in terms(config))
 
 
 def rows(config: Config) -> int:
-    """Return the rows of a step, `N * G`; `N` where nothing is sampled."""
-    return config.batch.prompts * (1 if offline(config) else config.batch.samples)
+    """Return the rows of a step, `N * G`; where nothing is sampled, those of N units."""
+    return config.batch.prompts * (unit(config) if offline(config) else config.batch.samples)
+
+
+def old_logprobs(config: Config) -> str:
+    """`rollout.old_logprobs`, `auto` resolved: the current ones where a batch gets one update and
+    nothing else reads them."""
+    if config.rollout.old_logprobs != "auto":
+        return config.rollout.old_logprobs
+    one = config.batch.epochs * config.batch.minibatches == 1
+    rollout = config.rollout
+    read = rollout.replay or rollout.correction != "none" or config.reward.kl != "none"
+    return "current" if one and not read else "recompute"
 
 
 def updates(config: Config) -> int:

@@ -3,21 +3,24 @@
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
-from jaxtyping import Key, PyTree
+import jax.numpy as jnp
 
 from model.errors import BadInput
 from rlx import assemble
-from rlx.config import Config
-from rlx.data import encode_prompts, prompt_pool, worked_examples
+from rlx.data import chat_rows, encode_prompts, preference_pairs, prompt_pool, worked_examples
+from rlx.prepare import Frozen
 from rlx.rewards.host import HostVerifier
 from rlx.rollout import Prompts
+from rlx.settings import Config, source
 from rlx.tasks import Task
-from rlx.train import fused, offline_run, staged
-from rlx.update import Learner
+from rlx.train import fused, initial_state, offline_run, staged
+from rlx.types import Batch, TrainState
+from rlx.update import Learner, make_signal
+from rlx.verify import callback_verifier, host_verifier, model_verifier
 
 
 class Stopwatch:
@@ -38,11 +41,19 @@ class Stopwatch:
 
 
 class Stepper(NamedTuple):
+    """A run's training, ready to begin."""
+
     run: Callable
     """(state, length) -> (state, metrics stacked over steps, preview or None)."""
     learner: Learner
+    state: TrainState
+    """The first."""
     stopwatch: Stopwatch
     verifier: HostVerifier | None
+    rows: Sequence[Mapping[str, Any]]
+    """Of the pool that prompts are drawn from."""
+    components: tuple[str, ...]
+    """Names of the reward's parts."""
     notes: tuple[str, ...] = ()
     """What a person should know of the data before the run."""
 
@@ -51,8 +62,8 @@ def online_stepper(
     config: Config,
     policy: assemble.Policy,
     task: Task,
-    key: Key[jax.Array, ""],
-    reference: PyTree | None,
+    keys: assemble.Keys,
+    reward_model: assemble.RewardModel | None,
 ) -> Stepper:
     """Samples the task's training prompts. Raises BadInput where they are too few or too long."""
     tokenizer = policy.tokenizer
@@ -60,53 +71,146 @@ def online_stepper(
         task.train, tokenizer, config.sampling.max_prompt_tokens, "training row"
     )
     _check_count(config, len(encoded), "training prompts")
+    if config.rollout.probe:
+        drawn = config.batch.prompts * (config.batch.samples // config.rollout.probe)
+        if drawn > len(encoded):
+            raise BadInput(
+                f"rollout.probe: a step draws batch.prompts * batch.samples / rollout.probe = "
+                f"{drawn} prompts, each at most once; the task has {len(encoded)}."
+            )
     assemble.check_length(policy.config, encoded, config.sampling.max_new_tokens)
-    pool = prompt_pool(encoded, tokenizer.pad_id, key)
-    verifier = HostVerifier(task.score, task.train, tokenizer.decode, tokenizer.stop_ids)
-    plan = assemble.make_plan(config, policy, verifier.components)
+    pool = prompt_pool(encoded, tokenizer.pad_id, keys.order)
+    # The reference is the policy where it began; it is kept only where something reads it.
+    reference = policy.params if assemble.uses_reference(config) else None
+    critic = assemble.load_critic(config, policy)
+    learner = assemble.make_learner(config, policy, critic)
+    verifier, components, verdicts = None, ("score",), False
+    if reward_model is None:
+        assemble.check_verifier(config, task)
+        verifier = HostVerifier(task.score, task.train, tokenizer.decode, tokenizer.stop_ids)
+        components, verdicts = verifier.components, task.verdicts
+    plan = assemble.make_plan(config, policy, learner, components, verdicts)
+    frozen = Frozen(reference, reward_model and reward_model.params)
     stopwatch = Stopwatch()
+    micro = learner.micro
     if config.loop.mode == "fused":
-        step = fused(plan, verifier)
+        verify = (
+            callback_verifier(plan.sampling, verifier)
+            if reward_model is None
+            else model_verifier(reward_model.model, micro)
+        )
+        step = fused(plan, verify)
     else:
-        step = staged(plan, verifier, stopwatch)
+        verify = (
+            host_verifier(verifier)
+            if reward_model is None
+            else jax.jit(model_verifier(reward_model.model, micro))
+        )
+        step = staged(plan, verify, stopwatch)
 
     def run(state, length):
-        state, (metrics, preview) = step(state, reference, pool, length=length)
+        state, (metrics, preview) = step(state, frozen, pool, length=length)
         return state, metrics, preview
 
-    return Stepper(run, plan.learner, stopwatch, verifier)
+    state = initial_state(
+        assemble.trained_params(config, policy),
+        learner,
+        keys.steps,
+        critic=critic and critic.params,
+        memory=assemble.make_memory(config, plan, pool),
+    )
+    return Stepper(
+        run, learner, state, stopwatch, verifier, task.train, components, tuple(task.notes)
+    )
 
 
 def offline_stepper(
-    config: Config, policy: assemble.Policy, task: Task, key: Key[jax.Array, ""]
+    config: Config, policy: assemble.Policy, task: Task, keys: assemble.Keys
 ) -> Stepper:
-    """Reads the task's worked examples. Raises BadInput where it has none, or too few."""
-    if task.demonstrate is None:
+    """Reads the task's pairs, conversations or worked examples. Raises BadInput where it has none,
+    or too few."""
+    data, notes = given_text(config, policy, task)
+    learner = assemble.make_learner(config, policy)
+    data = with_signals(data, learner)
+    unit = learner.unit
+    count = len(data.mask) // unit
+    _check_count(config, count, "preference pairs" if unit == 2 else "texts")
+    step = offline_run(learner, config.batch.prompts)
+    pool = Prompts(data.tokens[::unit], data.positions[::unit], keys.order)
+    reference = policy.params if assemble.uses_reference(config) else None
+
+    def run(state, length):
+        state, metrics = step(state, reference, pool, data, length=length)
+        return state, metrics, None
+
+    state = initial_state(assemble.trained_params(config, policy), learner, keys.steps)
+    return Stepper(run, learner, state, Stopwatch(), None, (), (), (*task.notes, *notes))
+
+
+def given_text(
+    config: Config, policy: assemble.Policy, task: Task, *, heldout: bool = False
+) -> tuple[Batch, tuple[str, ...]]:
+    """The text that an off-line run learns from, or is measured on, and what was left out of it.
+
+    Raises BadInput where the task has none of the kind.
+    """
+    tokenizer, sampling = policy.tokenizer, config.sampling
+    width = sampling.max_prompt_tokens + sampling.max_new_tokens
+    if source(config) == "pairs":
+        pairs = task.heldout_pairs if heldout else task.pairs
+        if not pairs:
+            raise BadInput(f"task.name: {task.name} has no preference pairs to learn from.")
+        data, notes = preference_pairs(
+            pairs,
+            tokenizer,
+            max_prompt_tokens=sampling.max_prompt_tokens,
+            max_new_tokens=sampling.max_new_tokens,
+        )
+    elif conversations := task.heldout_conversations if heldout else task.conversations:
+        packing = config.batch.packing and not heldout
+        data, notes = chat_rows(conversations, tokenizer, width=width, packing=packing)
+    elif task.demonstrate is not None:
+        if config.batch.packing:
+            raise BadInput(
+                f"batch.packing: expected false, since it packs whole chats and {task.name} has "
+                "worked examples; came true."
+            )
+        data, notes = _worked(config, policy, task)
+    else:
         raise BadInput(f"task.name: {task.name} has no worked examples to be fine-tuned on.")
+    longest = int(jnp.max(data.positions)) + 1
+    if longest > policy.config.max_positions:
+        raise BadInput(
+            f"sampling.max_prompt_tokens, sampling.max_new_tokens: a text has {longest} tokens, "
+            f"more than the model's {policy.config.max_positions} positions."
+        )
+    return data, notes
+
+
+def _worked(config: Config, policy: assemble.Policy, task: Task) -> tuple[Batch, tuple[str, ...]]:
     encoded = encode_prompts(
         task.train, policy.tokenizer, config.sampling.max_prompt_tokens, "training row"
     )
-    assemble.check_length(policy.config, encoded, config.sampling.max_new_tokens)
     data = worked_examples(
         task, encoded, policy.tokenizer, config.run.seed, config.sampling.max_new_tokens
     )
     size, asked = len(data.mask), len(task.train) * task.demonstrations
-    _check_count(config, size, "worked examples")
-    learner = assemble.make_learner(config, policy)
-    step = offline_run(learner, config.batch.prompts)
-    pool = Prompts(data.tokens, data.positions, key)
+    if size == asked:
+        return data, (f"{size} worked examples",)
+    return data, (
+        f"{size} worked examples; {asked - size} were longer than sampling.max_new_tokens="
+        f"{config.sampling.max_new_tokens} and are left out",
+    )
 
-    def run(state, length):
-        state, metrics = step(state, pool, data, length=length)
-        return state, metrics, None
 
-    notes = (f"{size} worked examples",)
-    if size < asked:
-        notes = (
-            f"{size} worked examples; {asked - size} were longer than sampling.max_new_tokens="
-            f"{config.sampling.max_new_tokens} and are left out",
-        )
-    return Stepper(run, learner, Stopwatch(), None, notes)
+def with_signals(data: Batch, learner: Learner) -> Batch:
+    """A signal for each term of the learner, from the one that the data bring."""
+    (signal,) = data.signals
+    signals = (
+        make_signal(term.algorithm, signal.advantages, signal.returns, signal.mask)
+        for term in learner.terms
+    )
+    return data._replace(signals=tuple(signals))
 
 
 def _check_count(config: Config, count: int, what: str) -> None:

@@ -11,132 +11,129 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Int, Key, PyTree
+from jaxtyping import Array, Int, Key, PyTree
 
 from rlx import ops
+from rlx.prepare import Frozen, Plan, Preview, prepare
+from rlx.probe import choose_probed, complete_probed, rest, wide
 from rlx.rollout import (
     Pending,
     Prompts,
     Sampling,
-    Scores,
     absorb,
     begin,
-    finish_metrics,
     next_rows,
     sample_round,
+    sample_rows,
 )
-from rlx.types import Batch, Metrics, Rollout, TrainState
-from rlx.update import Learner, recompute_logprobs, update
-
-
-class Plan(NamedTuple):
-    """All that is static in a step."""
-
-    sampling: Sampling
-    learner: Learner
-    overlong_filter: bool
-    """Leave truncated rows out of the loss (after the group's statistics)."""
-    old_logprobs: str
-    """`current` (one update a batch), `recompute` or `sampler`."""
-
-
-class Preview(NamedTuple):
-    """What a step shows of its text: its rollout and the advantages."""
-
-    rollout: Rollout
-    advantages: Float[Array, " B #T"]
+from rlx.types import Batch, Memory, Metrics, Moments, Replay, TrainState
+from rlx.update import Learner, score_rows, update
 
 
 class Stages(NamedTuple):
     """The parts of a step, bare or jitted."""
 
     sample: Callable
+    complete: Callable
+    """Samples the rest of probed groups."""
     verify: Callable
     absorb: Callable
+    choose: Callable
+    """Of the probed prompts."""
+    join: Callable
+    """Probed groups and their rest."""
     prepare: Callable
     update: Callable
     repeat: Callable
     """`while_loop`, of jax or of Python."""
 
 
-def prepare(
-    plan: Plan, params: PyTree, reference: PyTree | None, pending: Pending
-) -> tuple[Batch, Preview, Metrics]:
-    """Scores the collected rows with the training model and its reference, and sets advantages.
-
-    Statistics of a group are taken before truncated rows are masked out of the loss. Masked
-    wholly: rows that could not be scored, and the places of groups that were never found.
-    """
-    rollout, learner = pending.rollout, plan.learner
-    width = rollout.mask.shape[1]
-    if plan.old_logprobs == "recompute":
-        old = recompute_logprobs(learner, params, rollout.tokens, rollout.positions, width)
-        rollout = rollout._replace(old_logprobs=old)
-    elif plan.old_logprobs == "sampler":
-        rollout = rollout._replace(old_logprobs=rollout.sampler_logprobs)
-    if reference is not None:
-        ref = recompute_logprobs(learner, reference, rollout.tokens, rollout.positions, width)
-        rollout = rollout._replace(ref_logprobs=ref)
-    advantages, _ = learner.algorithm.advantages(rollout)
-    samples = plan.sampling.samples
-    use = jnp.isfinite(rollout.rewards).reshape(-1) & jnp.repeat(pending.kept, samples)
-    if plan.overlong_filter:
-        use &= ~rollout.truncated
-    mask = rollout.mask & use[:, None]
-    rows = use[:, None]
-    metrics = finish_metrics(plan.sampling, pending) | {
-        "advantage/mean": ops.mean(advantages, rows),
-        "advantage/std": ops.deviation(advantages, rows),
-        "trained_rows": ops.scalar_metric(jnp.sum(use)),
-    }
-    batch = Batch(
-        rollout.tokens,
-        rollout.positions,
-        mask,
-        rollout.sampler_logprobs,
-        rollout.old_logprobs,
-        rollout.ref_logprobs,
-        advantages,
-    )
-    return batch, Preview(rollout, advantages), metrics
-
-
 def step(
-    plan: Plan, stages: Stages, state: TrainState, reference: PyTree | None, pool: Prompts
+    plan: Plan, stages: Stages, state: TrainState, frozen: Frozen, pool: Prompts
 ) -> tuple[TrainState, tuple[Metrics, Preview]]:
     """Sample, reward, advantages, update: one step of on-line learning."""
     key, sample_key, shuffle_key = jax.random.split(state.key, 3)
-    sampling = plan.sampling
-
-    def unfinished(pending: Pending):
-        return ~jnp.all(pending.kept) & (pending.round < sampling.max_rounds)
-
-    def draw(pending: Pending):
-        samples, rows = stages.sample(
-            sampling, state.params, pool, pending.cursor, sample_key, pending.round
-        )
-        lengths = jnp.sum(samples.mask, axis=1)
-        scores = stages.verify(rows, samples.tokens, lengths)
-        return stages.absorb(sampling, pool, pending, rows, samples, scores)
-
-    pending = begin(sampling, pool.tokens.shape[1], state.cursor)
-    pending = stages.repeat(unfinished, draw, pending)
-    batch, preview, metrics = stages.prepare(plan, state.params, reference, pending)
-    state = state._replace(key=key, cursor=pending.cursor)
+    collect = collect_probed if plan.sampling.probe else collect_rounds
+    pending = collect(plan.sampling, stages, state, frozen, pool, sample_key)
+    batch, preview, memory, metrics = stages.prepare(plan, state, frozen, pending)
+    state = state._replace(key=key, cursor=pending.cursor, memory=memory)
     state, update_metrics = stages.update(plan.learner, state, batch, shuffle_key)
     state = state._replace(step=state.step + 1)
     return state, (metrics | update_metrics | counters(state), preview)
 
 
+def collect_rounds(
+    sampling: Sampling,
+    stages: Stages,
+    state: TrainState,
+    frozen: Frozen,
+    pool: Prompts,
+    key: Key[Array, ""],
+) -> Pending:
+    """N groups: one round of N prompts, or, with dynamic sampling, until N are informative."""
+
+    def unfinished(pending: Pending):
+        return ~jnp.all(pending.kept) & (pending.round < sampling.max_rounds)
+
+    def one_round(pending: Pending):
+        samples, draw = stages.sample(
+            sampling, state.params, pool, pending.cursor, pending.solved, key, pending.round
+        )
+        scores = stages.verify(frozen, pool, draw.rows, samples)
+        return stages.absorb(sampling, pool, pending, draw, samples, scores)
+
+    pending = begin(sampling, pool.tokens.shape[1], state.cursor, state.memory.solved)
+    return stages.repeat(unfinished, one_round, pending)
+
+
+def collect_probed(
+    sampling: Sampling,
+    stages: Stages,
+    state: TrainState,
+    frozen: Frozen,
+    pool: Prompts,
+    key: Key[Array, ""],
+) -> Pending:
+    """N groups: a few samples of many prompts, then the rest for the most promising."""
+    samples, draw = stages.sample(
+        wide(sampling), state.params, pool, state.cursor, state.memory.solved, key, jnp.int32(0)
+    )
+    scores = stages.verify(frozen, pool, draw.rows, samples)
+    probed = stages.choose(sampling, pool, state.memory.solved, draw, samples, scores)
+    chosen = probed.draw
+    samples = stages.complete(
+        rest(sampling),
+        state.params,
+        pool,
+        chosen.rows,
+        chosen.epochs,
+        jax.random.fold_in(key, 0),
+        jnp.int32(sampling.probe),
+    )
+    scores = stages.verify(frozen, pool, chosen.rows, samples)
+    return stages.join(sampling, pool, probed, samples, scores)
+
+
 def offline_step(
-    learner: Learner, state: TrainState, pool: Prompts, data: Batch, count: int
+    learner: Learner,
+    state: TrainState,
+    reference: PyTree | None,
+    pool: Prompts,
+    data: Batch,
+    count: int,
 ) -> tuple[TrainState, Metrics]:
-    """One step on given text: the next `count` rows of `data`, in the order that `pool` gives."""
+    """One step on given text: the next `count` units of `data` (rows, or pairs of rows), in the
+    order that `pool` gives, which has a prompt for each unit."""
     key, shuffle_key = jax.random.split(state.key)
-    rows, _ = next_rows(pool, state.cursor, count)
+    draw = next_rows(pool, state.cursor, count)
+    units = draw.rows
+    rows = (units[:, None] * learner.unit + jnp.arange(learner.unit)).reshape(-1)
     batch = jax.tree.map(lambda x: x[rows], data)
-    state = state._replace(key=key, cursor=state.cursor + count)
+    if reference is not None:
+        width = batch.mask.shape[1]
+        scored = score_rows(learner, reference, {}, batch.tokens, batch.positions, width)
+        batch = batch._replace(ref_logprobs=scored.logprobs)
+    state = state._replace(key=key, cursor=draw.cursor)
     state, metrics = update(learner, state, batch, shuffle_key)
     metrics["tokens"] = ops.scalar_metric(jnp.sum(batch.mask))
     state = state._replace(step=state.step + 1)
@@ -152,48 +149,29 @@ def counters(state: TrainState) -> Metrics:
     }
 
 
-def callback_verifier(sampling: Sampling, verifier: Callable) -> Callable:
-    """The host's verifier as a part of a jitted program."""
-    n, g = sampling.prompts, sampling.samples
-    shapes = Scores(
-        jax.ShapeDtypeStruct((n, g), np.float32),
-        jax.ShapeDtypeStruct((n, g), np.float32),
-        jax.ShapeDtypeStruct((n, g, len(sampling.components)), np.float32),
-    )
-
-    def on_host(rows, tokens, lengths):
-        # No JAX in here: a callback that starts a computation can wait for itself.
-        return Scores(*verifier(*host_arrays(n, g, rows, tokens, lengths)))
-
-    return lambda *operands: jax.pure_callback(on_host, shapes, *operands)
-
-
-def host_arrays(
-    n: int, g: int, rows: Any, tokens: Any, lengths: Any
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    return np.asarray(rows), np.asarray(tokens).reshape(n, g, -1), np.asarray(lengths).reshape(n, g)
-
-
-def fused(plan: Plan, verifier: Callable) -> Callable:
-    """(state, reference, pool, length) -> (state, (metrics [length], last preview)), one program
-    a length; the state is donated."""
+def fused(plan: Plan, verify: Callable) -> Callable:
+    """(state, frozen, pool, length) -> (state, (metrics [length], last preview)), one program a
+    length; the state is donated. `verify` is what `callback_verifier` or `model_verifier` gives."""
     stages = Stages(
         sample=sample_round,
-        verify=callback_verifier(plan.sampling, verifier),
+        complete=sample_rows,
+        verify=verify,
         absorb=absorb,
+        choose=choose_probed,
+        join=complete_probed,
         prepare=prepare,
         update=update,
         repeat=jax.lax.while_loop,
     )
 
     @functools.partial(jax.jit, static_argnames="length", donate_argnums=0)
-    def run(state, reference, pool, length):
+    def run(state, frozen, pool, length):
         def one(carry, _):
             state, _ = carry
-            state, (metrics, preview) = step(plan, stages, state, reference, pool)
+            state, (metrics, preview) = step(plan, stages, state, frozen, pool)
             return (state, preview), metrics
 
-        shapes = jax.eval_shape(lambda s: step(plan, stages, s, reference, pool)[1][1], state)
+        shapes = jax.eval_shape(lambda s: step(plan, stages, s, frozen, pool)[1][1], state)
         empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         (state, preview), metrics = jax.lax.scan(one, (state, empty), length=length)
         return state, (metrics, preview)
@@ -201,10 +179,9 @@ def fused(plan: Plan, verifier: Callable) -> Callable:
     return run
 
 
-def staged(plan: Plan, verifier: Callable, watch: Callable[[str], Any]) -> Callable:
+def staged(plan: Plan, verify: Callable, watch: Callable[[str], Any]) -> Callable:
     """The same signature as `fused`, stage by stage; `watch(name)` is a context manager around
-    each phase, for its time."""
-    n, g = plan.sampling.prompts, plan.sampling.samples
+    each phase, for its time. `verify` is what `host_verifier` or `model_verifier` gives."""
 
     def timed(name, function, **jit_options):
         compiled = jax.jit(function, **jit_options)
@@ -215,9 +192,9 @@ def staged(plan: Plan, verifier: Callable, watch: Callable[[str], Any]) -> Calla
 
         return call
 
-    def verify(rows, tokens, lengths):
+    def verify_timed(*operands):
         with watch("verify"):
-            return Scores(*map(jnp.asarray, verifier(*host_arrays(n, g, rows, tokens, lengths))))
+            return jax.block_until_ready(verify(*operands))
 
     def repeat(condition, body, carry):
         while condition(carry):
@@ -226,17 +203,20 @@ def staged(plan: Plan, verifier: Callable, watch: Callable[[str], Any]) -> Calla
 
     stages = Stages(
         sample=timed("sample", sample_round, static_argnums=0),
-        verify=verify,
+        complete=timed("sample", sample_rows, static_argnums=0),
+        verify=verify_timed,
         absorb=timed("absorb", absorb, static_argnums=0),
+        choose=timed("absorb", choose_probed, static_argnums=0),
+        join=timed("absorb", complete_probed, static_argnums=0),
         prepare=timed("score", prepare, static_argnums=0),
         update=timed("update", update, static_argnums=0, donate_argnums=1),
         repeat=repeat,
     )
 
-    def run(state, reference, pool, length):
+    def run(state, frozen, pool, length):
         history = []
         for _ in range(length):
-            state, (metrics, preview) = step(plan, stages, state, reference, pool)
+            state, (metrics, preview) = step(plan, stages, state, frozen, pool)
             history.append(metrics)
         stacked = jax.tree.map(lambda *x: jnp.stack(x), *history)
         return state, (stacked, preview)
@@ -245,23 +225,39 @@ def staged(plan: Plan, verifier: Callable, watch: Callable[[str], Any]) -> Calla
 
 
 def offline_run(learner: Learner, count: int) -> Callable:
-    """(state, pool, data, length) -> (state, metrics [length]); the state is donated."""
+    """(state, reference, pool, data, length) -> (state, metrics [length]); the state is donated."""
 
     @functools.partial(jax.jit, static_argnames="length", donate_argnums=0)
-    def run(state, pool, data, length):
+    def run(state, reference, pool, data, length):
         return jax.lax.scan(
-            lambda s, _: offline_step(learner, s, pool, data, count), state, length=length
+            lambda s, _: offline_step(learner, s, reference, pool, data, count),
+            state,
+            length=length,
         )
 
     return run
 
 
+def start_memory(kl_beta: float = 0.0, solved: int = 0, replay: Replay | None = None) -> Memory:
+    """`solved` is the size of the pool where prompts can be retired, else 0."""
+    zero = jnp.float32(0)
+    counts = jnp.zeros(solved, jnp.int32) if solved else None
+    return Memory(jnp.float32(kl_beta), Moments(zero, zero, zero), counts, replay)
+
+
 def initial_state(
-    params: PyTree, learner: Learner, key: Key[Array, ""], cursor: Int[Array, ""] | int = 0
+    params: PyTree,
+    learner: Learner,
+    key: Key[Array, ""],
+    *,
+    critic: PyTree | None = None,
+    memory: Memory | None = None,
+    cursor: Int[Array, ""] | int = 0,
 ) -> TrainState:
     """A state that owns every buffer of its own: a step donates it, and a reference that shares
     arrays with the policy must outlive that."""
-    params = jax.tree.map(jnp.copy, params)
+    params, critic = jax.tree.map(jnp.copy, (params, critic or {}))
     step, cursor, updates = (jnp.array(count, jnp.int32) for count in (0, cursor, 0))
-    opt_state = learner.optimizer.init(params)
-    return TrainState(params, opt_state, jnp.copy(key), step, cursor, updates)
+    opt_state = learner.optimizer.init((params, critic))
+    memory = jax.tree.map(jnp.copy, memory or start_memory())
+    return TrainState(params, critic, opt_state, memory, jnp.copy(key), step, cursor, updates)

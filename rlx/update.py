@@ -10,102 +10,179 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, Key, PyTree
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-from model.heads import completion_outputs
+from model.heads import Outputs, completion_outputs, state_values
 from model.qwen import Qwen
 from rlx import ops
-from rlx.algorithms.record import Algorithm, clean_advantages
-from rlx.types import Batch, Largest, Metrics, TrainState
+from rlx.algorithms.record import Algorithm, clean
+from rlx.types import Batch, Largest, Mean, Metrics, Signal, TrainState
+
+
+class Term(NamedTuple):
+    """One of the losses that share a forward pass and are added up."""
+
+    name: str
+    algorithm: Algorithm
+    """With its hyper-parameters bound."""
+    weight: float = 1.0
 
 
 class Learner(NamedTuple):
     """What an update needs to know and never changes."""
 
     model: Qwen
-    algorithm: Algorithm
-    """With its hyper-parameters bound."""
+    critic: Qwen | None
+    """A critic of its own; None where there is none, or a head on the policy's trunk."""
+    terms: tuple[Term, ...]
+    """The first names the run's algorithm; at least one."""
     optimizer: optax.GradientTransformation
+    """Of (params, critic)."""
     schedule: Callable[[Int[Array, ""]], Float[Array, ""]]
     """Optimizer updates made -> learning rate, for the log; the optimizer has its own."""
     temperature: float
     minibatches: int
     epochs: int
     micro: int
-    """Rows of one forward and backward pass."""
+    """Rows of one forward and backward pass: whole units."""
     on_policy: bool
     """The batch gets exactly one update: the old log-probabilities are the current ones."""
 
+    @property
+    def unit(self) -> int:
+        """Rows that stay together when a batch is shuffled and cut."""
+        return max(term.algorithm.unit for term in self.terms)
+
+    @property
+    def valued(self) -> int | None:
+        """Which term's advantages read the critic's values."""
+        places = [i for i, term in enumerate(self.terms) if term.algorithm.critic]
+        return places[0] if places else None
+
+    @property
+    def online(self) -> bool:
+        return self.terms[0].algorithm.source == "rollouts"
+
+
+def forward(
+    learner: Learner,
+    params: PyTree,
+    critic: PyTree,
+    tokens: Int[Array, "B S"],
+    positions: Int[Array, "B S"],
+    width: int,
+) -> Outputs:
+    """Policy and critic on the last `width` columns: what the loss and all scoring read."""
+    temperature = learner.temperature
+    outputs = completion_outputs(learner.model, params, tokens, positions, width, temperature)
+    if learner.critic is None:
+        return outputs
+    values = state_values(learner.critic, critic, tokens, positions, width)
+    return outputs._replace(values=values)
+
 
 def loss(
-    learner: Learner, params: PyTree, batch: Batch, weights: Float[Array, "B #T"]
+    learner: Learner,
+    trained: tuple[PyTree, PyTree],
+    batch: Batch,
+    weights: tuple[Float[Array, "B #T"], ...],
 ) -> tuple[Float[Array, ""], Metrics]:
-    """The weighted sum over these rows, additive over any cut of an update's rows."""
+    """The weighted sum over these rows, additive over any cut of an update's rows.
+
+    `trained` is (params, critic); `weights` are those of each term.
+    """
     mask = batch.mask
-    outputs = completion_outputs(
-        learner.model, params, batch.tokens, batch.positions, mask.shape[1], learner.temperature
+    outputs = forward(learner, *trained, batch.tokens, batch.positions, mask.shape[1])
+    current = jax.lax.stop_gradient(outputs.logprobs)
+    if learner.on_policy:
+        batch = batch._replace(old_logprobs=current)
+    metrics = {"entropy": ops.mean(jax.lax.stop_gradient(outputs.entropy), mask)}
+    if learner.online:
+        metrics |= _gaps(current, batch)
+    total = jnp.float32(0)
+    for place, (term, signal, share) in enumerate(
+        zip(learner.terms, batch.signals, weights, strict=True)
+    ):
+        inputs = clean(term.algorithm.inputs(outputs, batch, signal))
+        values, measured = term.algorithm.loss(*inputs)
+        value = jnp.sum(share * values)
+        total += term.weight * value
+        if term.algorithm.reference and not term.algorithm.uses_reference():
+            # It would be the divergence from a reference that was never loaded.
+            measured = {n: m for n, m in measured.items() if n not in ("kl", "kl/clamped")}
+        prefix = f"{term.name}/" if place else ""
+        metrics |= {prefix + name: metric for name, metric in measured.items()}
+        if len(learner.terms) > 1:
+            # A sum over the micro-batches, closed in `gradients`.
+            metrics[f"loss/{term.name}"] = Mean(jax.lax.stop_gradient(value), jnp.float32(0))
+    return total, metrics
+
+
+def _gaps(current: Float[Array, "B T"], batch: Batch) -> Metrics:
+    """How far the policy is from the sampler and from where it was when the text was sampled."""
+    mask = batch.mask
+    current, old, sampler = (
+        ops.masked(x, mask) for x in (current, batch.old_logprobs, batch.sampler_logprobs)
     )
-    logprobs = ops.masked(outputs.logprobs, mask)
-    current = jax.lax.stop_gradient(logprobs)
-    old = current if learner.on_policy else ops.masked(batch.old_logprobs, mask)
-    reference = ops.masked(batch.ref_logprobs, mask)
-    advantages = clean_advantages(batch.advantages, mask)
-    value, metrics = learner.algorithm.loss(logprobs, old, reference, advantages, mask)
-    if not learner.algorithm.uses_reference():
-        # It would be the divergence from a reference that was never loaded.
-        metrics = {name: m for name, m in metrics.items() if name not in ("kl", "kl/clamped")}
-    metrics["entropy"] = ops.mean(jax.lax.stop_gradient(outputs.entropy), mask)
-    if learner.algorithm.advantages is not None:
-        sampler = ops.masked(batch.sampler_logprobs, mask)
-        # Where the old ones are the sampler's own, the gap shows in the current ones.
-        gap = jnp.abs(jnp.where(jnp.all(old == sampler), current, old) - sampler)
-        importance = jnp.exp(ops.log_ratio(current, sampler))
-        metrics |= {
-            "sampler_gap/mean": ops.mean(gap, mask),
-            "sampler_gap/max": Largest(jnp.max(gap)),
-            "kl/old": ops.mean(ops.k3(current, old), mask),
-            "importance/mean": ops.mean(importance, mask),
-            "importance/square": ops.mean(importance**2, mask),
-        }
-    return jnp.sum(weights * value), metrics
+    # Where the old ones are the sampler's own, the gap shows in the current ones.
+    gap = jnp.abs(jnp.where(jnp.all(old == sampler), current, old) - sampler)
+    importance = jnp.exp(ops.log_ratio(current, sampler))
+    return {
+        "sampler_gap/mean": ops.mean(gap, mask),
+        "sampler_gap/max": Largest(jnp.max(gap)),
+        "kl/old": ops.mean(ops.k3(current, old), mask),
+        "importance/mean": ops.mean(importance, mask),
+        "importance/square": ops.mean(importance**2, mask),
+    }
 
 
 def gradients(
-    learner: Learner, params: PyTree, batch: Batch
-) -> tuple[PyTree, Float[Array, ""], Metrics]:
+    learner: Learner, trained: tuple[PyTree, PyTree], batch: Batch
+) -> tuple[tuple[PyTree, PyTree], Float[Array, ""], Metrics]:
     """Of one update's rows: summed over micro-batches in float32."""
-    weights = learner.algorithm.weights(batch.mask)
+    pairs = zip(learner.terms, batch.signals, strict=True)
+    weights = tuple(term.algorithm.weights(signal.mask) for term, signal in pairs)
     pieces = jax.tree.map(lambda x: x.reshape(-1, learner.micro, *x.shape[1:]), (batch, weights))
 
     def micro(total, piece):
         value_and_grad = jax.value_and_grad(loss, argnums=1, has_aux=True)
-        (value, metrics), grads = value_and_grad(learner, params, *piece)
+        (value, metrics), grads = value_and_grad(learner, trained, *piece)
         return jax.tree.map(jnp.add, total, (grads, value)), metrics
 
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
     (grads, value), metrics = jax.lax.scan(micro, (zeros, jnp.float32(0)), pieces)
-    return grads, value, ops.pool(metrics)
+    names = {f"loss/{term.name}" for term in learner.terms}
+    # A term's loss is a sum over micro-batches, not a mean.
+    return (
+        grads,
+        value,
+        {
+            name: ops.scalar_metric(jnp.sum(m.total)) if name in names else m
+            for name, m in ops.pool(metrics).items()
+        },
+    )
 
 
 def optimise(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """One optimizer update.
 
-    Without an unmasked token, or with a gradient that is not finite, nothing changes, neither
-    parameters nor moments nor schedule, and the update counts as skipped.
+    Without a token that a term learns from, or with a gradient that is not finite, nothing changes,
+    neither parameters nor moments nor schedule, and the update counts as skipped.
     """
-    grads, value, metrics = gradients(learner, state.params, batch)
+    trained = (state.params, state.critic)
+    grads, value, metrics = gradients(learner, trained, batch)
     norm = optax.global_norm(grads)
-    live = jnp.any(batch.mask) & jnp.isfinite(norm)
+    taught = jnp.stack([jnp.any(signal.mask & batch.mask) for signal in batch.signals])
+    live = jnp.any(taught) & jnp.isfinite(norm)
 
     def apply():
-        updates, opt_state = learner.optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        return params, opt_state, optax.global_norm(updates)
+        updates, opt_state = learner.optimizer.update(grads, state.opt_state, trained)
+        return *optax.apply_updates(trained, updates), opt_state, optax.global_norm(updates)
 
     def skip():
-        return state.params, state.opt_state, jnp.float32(0)
+        return *trained, state.opt_state, jnp.float32(0)
 
-    params, opt_state, update_norm = jax.lax.cond(live, apply, skip)
+    params, critic, opt_state, update_norm = jax.lax.cond(live, apply, skip)
     metrics = ops.close(metrics) | {
         "loss": ops.scalar_metric(value),
         "gradient_norm": ops.scalar_metric(norm),
@@ -115,23 +192,28 @@ def optimise(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainSt
         "skipped": ops.scalar_metric(~live),
         "skipped/nonfinite": ops.scalar_metric(~jnp.isfinite(norm)),
     }
-    new = state._replace(params=params, opt_state=opt_state, updates=state.updates + live)
+    new = state._replace(
+        params=params, critic=critic, opt_state=opt_state, updates=state.updates + live
+    )
     return new, metrics
 
 
 def update(
     learner: Learner, state: TrainState, batch: Batch, key: Key[Array, ""]
 ) -> tuple[TrainState, Metrics]:
-    """All updates of one batch: every epoch shuffles the rows and cuts them anew."""
-    rows = batch.mask.shape[0]
+    """All updates of one batch: every epoch shuffles the units and cuts them anew."""
+    rows, unit = batch.mask.shape[0], learner.unit
+
+    def shuffle(x, order):
+        return x.reshape(rows // unit, unit, *x.shape[1:])[order].reshape(x.shape)
 
     def epoch(state, key):
         def cut(x):
             return x.reshape(learner.minibatches, rows // learner.minibatches, *x.shape[1:])
 
         if learner.minibatches > 1:
-            order = jax.random.permutation(key, rows)
-            batch_now = jax.tree.map(lambda x: x[order], batch)
+            order = jax.random.permutation(key, rows // unit)
+            batch_now = jax.tree.map(lambda x: shuffle(x, order), batch)
         else:
             batch_now = batch
         state, metrics = jax.lax.scan(
@@ -151,19 +233,27 @@ def update(
     return state, metrics
 
 
-def recompute_logprobs(
+def make_signal(
+    algorithm: Algorithm,
+    advantages: Float[Array, "B #T"],
+    returns: Float[Array, "B #T"],
+    mask: Bool[Array, "B T"],
+) -> Signal:
+    """What a term learns from: rows that have no part in its loss are masked out."""
+    if algorithm.selects is not None:
+        mask = mask & algorithm.selects(advantages)
+    return Signal(advantages, returns, mask)
+
+
+def score_rows(
     learner: Learner,
     params: PyTree,
+    critic: PyTree,
     tokens: Int[Array, "B S"],
     positions: Int[Array, "B S"],
     width: int,
-) -> Float[Array, "B T"]:
-    """Log-probabilities of the last `width` columns, by the same function that the loss uses."""
+) -> Outputs:
+    """`forward` on any number of rows, by micro-batches. What is not read costs nothing in jit."""
     pieces = jax.tree.map(lambda x: x.reshape(-1, learner.micro, x.shape[1]), (tokens, positions))
-    logprobs = jax.lax.map(
-        lambda piece: (
-            completion_outputs(learner.model, params, *piece, width, learner.temperature).logprobs
-        ),
-        pieces,
-    )
-    return logprobs.reshape(tokens.shape[0], width)
+    outputs = jax.lax.map(lambda piece: forward(learner, params, critic, *piece, width), pieces)
+    return jax.tree.map(lambda x: x.reshape(tokens.shape[0], *x.shape[2:]), outputs)

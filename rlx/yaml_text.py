@@ -6,7 +6,7 @@ is text, which a numeric setting refuses. Imports no JAX and nothing of rlx.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,7 +66,9 @@ class Entry(NamedTuple):
     key: str
     value: Any
     origin: str
-    """The file, or the command line."""
+    """The file and the line, or the command line."""
+    inner: Mapping[str, str] = {}
+    """Origins of a list's parts by their place in it, such as `[1].beta`."""
 
     @property
     def path(self) -> str:
@@ -76,7 +78,9 @@ class Entry(NamedTuple):
 def read_file(path: Path) -> tuple[list[Entry], list[str]]:
     """Return the file's entries, and what is wrong with it, a sentence each."""
     try:
-        content = yaml.load(path.read_bytes(), _Reader)
+        text = path.read_bytes()
+        content = yaml.load(text, _Reader)
+        lines = dict(_lines(yaml.compose(text, _Reader)))
     except FileNotFoundError:
         return [], [f"{path}: expected a YAML file, found no file of that name"]
     except OSError as error:
@@ -87,16 +91,46 @@ def read_file(path: Path) -> tuple[list[Entry], list[str]]:
         return [], []
     if not isinstance(content, dict):
         return [], [f"{path}: expected sections with settings under them, came {shown(content)}"]
+    origins = {place: f"{path}:{line}" for place, line in lines.items()}
     entries = []
     for section, settings in content.items():
         if isinstance(settings, dict):
             entries += [
-                Entry(str(section), str(key), _frozen(value), str(path))
+                _entry(str(section), str(key), value, str(path), origins)
                 for key, value in settings.items()
             ]
         elif settings is not None:  # a section whose lines are all commented out sets nothing
-            entries.append(Entry(str(section), "", _frozen(settings), str(path)))
+            entries.append(_entry(str(section), "", settings, str(path), origins))
     return entries, []
+
+
+def _entry(section: str, key: str, value: Any, file: str, origins: dict[str, str]) -> Entry:
+    entry = Entry(section, key, _frozen(value), "")
+    start = f"{entry.path}["
+    inner = {
+        place.removeprefix(entry.path): origin
+        for place, origin in origins.items()
+        if place.startswith(start)
+    }
+    return entry._replace(origin=origins.get(entry.path, file), inner=inner)
+
+
+def _lines(node: yaml.Node | None, place: str = "", depth: int = 4) -> Iterator[tuple[str, int]]:
+    """Yield the line of each key and list item, down to the keys of a list's items.
+
+    No deeper: a node may hold itself.
+    """
+    if not depth:
+        return
+    if isinstance(node, yaml.MappingNode):
+        parts = [(f".{key.value}" if place else str(key.value), key, v) for key, v in node.value]
+    elif isinstance(node, yaml.SequenceNode):
+        parts = [(f"[{i}]", value, value) for i, value in enumerate(node.value)]
+    else:
+        return
+    for name, first, value in parts:
+        yield place + name, first.start_mark.line + 1
+        yield from _lines(value, place + name, depth - 1)
 
 
 def read_overrides(overrides: Iterable[str]) -> tuple[list[Entry], list[str]]:
@@ -130,13 +164,9 @@ def read_overrides(overrides: Iterable[str]) -> tuple[list[Entry], list[str]]:
 
 def written(settings: dict[str, dict[str, Any]]) -> str:
     """Return the settings as YAML that reads back as the same values."""
-    plain = {
-        section: {
-            key: list(value) if isinstance(value, tuple) else value for key, value in keys.items()
-        }
-        for section, keys in settings.items()
-    }
-    return yaml.dump(plain, Dumper=_Writer, sort_keys=False, allow_unicode=True, width=100)
+    return yaml.dump(
+        _plain(settings), Dumper=_Writer, sort_keys=False, allow_unicode=True, width=100
+    )
 
 
 def shown(value: Any) -> str:
@@ -154,6 +184,13 @@ def shown(value: Any) -> str:
 
 def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists, at any depth: PyYAML writes a tuple with a tag of Python's."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, tuple) else value
 
 
 def _one_line(error: Exception) -> str:

@@ -11,9 +11,10 @@ from toy import batch, initial_params, plan, quick_compilation  # noqa: E402, F4
 from toy_torch import named, split, torch_policy  # noqa: E402
 
 from rlx.optimizer import make_optimizer, schedule  # noqa: E402
+from rlx.prepare import Frozen, prepare  # noqa: E402
 from rlx.rollout import begin  # noqa: E402
 from rlx.settings import OptimizerSettings  # noqa: E402
-from rlx.train import initial_state, prepare  # noqa: E402
+from rlx.train import initial_state  # noqa: E402
 from rlx.update import update  # noqa: E402
 
 PROMPTS, SAMPLES, WIDTH, STEPS, EPOCHS = 2, 4, 5, 3, 2
@@ -62,7 +63,7 @@ def our_loop(rule):
             ),
             kept=jnp.ones(PROMPTS, bool),
         )
-        ready, _, _ = fill(PLAN, state.params, initial_params(), pending)
+        ready, _, _, _ = fill(PLAN, state, Frozen(initial_params()), pending)
         state, _ = learn(learner, state, ready, jax.random.key(number))
     assert state.updates == STEPS * EPOCHS
     return named(state.params)

@@ -1,270 +1,254 @@
-"""One table of expectations for the table of algorithms: a new row there is a new row here."""
+"""All that holds for every row of the table of algorithms, by the table in `expectations.py`."""
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from expectations import EXPECTED
+from toy import quick_compilation  # noqa: F401
+from worked_example import ADVANTAGES, EXAMPLES, MASK, NEW, OLD, REF, Example
 
-from rlx.advantages import group_normalised
-from rlx.algorithms import ALGORITHMS
+from rlx import ops
+from rlx.algorithms import ALGORITHMS, TERMS
 from rlx.algorithms.dapo import informative, overlong_penalty
 
-
-class Expected(NamedTuple):
-    hand: float
-    """The loss of the worked example below, at the paper's hyper-parameters."""
-    others: tuple[tuple[dict[str, Any], float], ...] = ()
-    """The same at other hyper-parameters."""
-    defaults: dict[str, Any] = {}  # noqa: RUF012
-    metrics: tuple[str, ...] = ()
-    """What it logs beside the ratio and the clip."""
+ROWS = ALGORITHMS | TERMS
 
 
-GROUP = {"ddof": 0, "epsilon": 1e-4}
-EXPECTED = {
-    "grpo": Expected(
-        0.024650,
-        (({"beta": 0.0}, 0.023017), ({"beta": 0.5}, 0.043429)),
-        GROUP | {"clip_low": 0.2, "clip_high": 0.2, "beta": 0.04},
-        ("kl", "kl/clamped"),
-    ),
-    "dapo": Expected(
-        -0.292894,
-        (({"clip_high": 0.2}, -0.281582),),
-        GROUP | {"clip_low": 0.2, "clip_high": 0.28},
-    ),
-    "sft": Expected(1.02, (), {}, ("nll",)),
-}
-
-# FORMULAS: two prompts, two samples each, four tokens; advantages with ddof 1.
-MASK = jnp.array([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]], bool)
-OLD = jnp.array(
-    [[-1.0, -0.5, -2.0, -0.1], [-0.7, -1.2, 0, 0], [-0.3, -0.9, -1.5, 0], [-2.2, 0, 0, 0]]
+every_row = pytest.mark.parametrize("name", EXPECTED)
+rows_of_ratios = pytest.mark.parametrize(
+    "name", [n for n, row in EXPECTED.items() if "ratio/clamped" in row.metrics]
 )
-NEW = OLD + jnp.array(
-    [[0.30, -0.10, 0.05, 0], [-0.40, 0.20, 0, 0], [0.10, 0.25, -0.35, 0], [0.15, 0, 0, 0]]
-)
-REF = OLD + jnp.array(
-    [[-0.05, 0.10, 0.20, -0.30], [0, 0.15, 0, 0], [0.20, -0.10, 0.05, 0], [0.40, 0, 0, 0]]
-)
-ADVANTAGES = group_normalised(jnp.array([[1.1, 0.1], [1.0, 0.0]]), ddof=1).reshape(4, 1)
-EXAMPLE = (NEW, OLD, REF, ADVANTAGES, MASK)
 
-every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
-policy_gradient = pytest.mark.parametrize(
-    "name", [n for n, row in ALGORITHMS.items() if row.advantages is not None]
-)
+
+def example_of(name) -> Example:
+    return EXAMPLES[EXPECTED[name].example]
+
+
+def scalar(name):
+    return functools.partial(ROWS[name].scalar, **EXPECTED[name].given)
 
 
 @functools.cache
 def compiled(name):
     """Value and gradient by the log-probabilities, one compilation a shape."""
-    return jax.jit(jax.value_and_grad(ALGORITHMS[name].scalar))
+    return jax.jit(jax.value_and_grad(scalar(name)))
+
+
+@functools.cache
+def clean(name):
+    return compiled(name)(*example_of(name).arrays)
+
+
+def assert_same(result, expected):
+    assert float(result[0]) == pytest.approx(float(expected[0]), rel=2e-6, abs=1e-9)
+    np.testing.assert_allclose(result[1], expected[1], rtol=1e-5, atol=1e-8)
 
 
 def test_every_row_has_its_expectations():
-    assert EXPECTED.keys() == ALGORITHMS.keys()
+    assert EXPECTED.keys() == ROWS.keys()
+    assert len(ROWS) == len(ALGORITHMS) + len(TERMS)
+    for name, row in EXPECTED.items():
+        assert EXAMPLES[row.example].unit == ROWS[name].unit, name
 
 
-@every_algorithm
+@every_row
 def test_the_worked_example(name):
     row = EXPECTED[name]
     for hyper, value in (({}, row.hand), *row.others):
-        assert ALGORITHMS[name].scalar(*EXAMPLE, **hyper) == pytest.approx(value, abs=2e-6), hyper
+        loss = ROWS[name].scalar(*example_of(name).arrays, **hyper)
+        assert loss == pytest.approx(value, abs=2e-6, rel=2e-6), hyper
 
 
-@every_algorithm
+@every_row
 def test_defaults_are_the_papers(name):
-    parameters = ALGORITHMS[name].hyper_parameters()
+    parameters = ROWS[name].hyper_parameters()
     assert {n: p.default for n, p in parameters.items()} == EXPECTED[name].defaults
 
 
-@every_algorithm
-def test_metrics_are_named_and_count_unmasked_tokens(name):
-    _, metrics = ALGORITHMS[name].loss(*EXAMPLE)
-    shared = {"clip/low", "clip/high", "ratio/mean", "ratio/max", "ratio/clamped"}
-    expected = set(EXPECTED[name].metrics) | (shared if ALGORITHMS[name].advantages else set())
-    assert set(metrics) == expected
-    for metric in EXPECTED[name].metrics:
-        assert metrics[metric].count == 10.0
+@every_row
+def test_metrics_are_those_of_unmasked_tokens(name):
+    _, metrics = ROWS[name].loss(*example_of(name).arrays)
+    assert ops.values(metrics) == pytest.approx(EXPECTED[name].metrics, abs=2e-6)
+    halves = {"rewards/chosen", "rewards/rejected", "score/chosen", "score/rejected"}
+    for metric in metrics.keys() - {"ratio/max"}:
+        share = 2 if metric in halves else 1
+        assert metrics[metric].count == EXPECTED[name].counted / share, metric
 
 
-@every_algorithm
+@every_row
 def test_jit_equals_eager(name):
-    value, grad = compiled(name)(*EXAMPLE)
-    eager_value, eager_grad = jax.value_and_grad(ALGORITHMS[name].scalar)(*EXAMPLE)
-    assert value == pytest.approx(float(eager_value), rel=1e-6)
-    np.testing.assert_allclose(grad, eager_grad, rtol=1e-5, atol=1e-8)
+    assert_same(clean(name), jax.value_and_grad(scalar(name))(*example_of(name).arrays))
 
 
-@every_algorithm
+@pytest.mark.parametrize("name", [n for n, row in EXPECTED.items() if not row.stopped])
 def test_the_gradient_is_that_of_finite_differences(name):
-    """In float64, away from the corners of the clip."""
-    _, grad = compiled(name)(*EXAMPLE)
+    """In float64, a little beside the example, whose log-ratio of -.4 is a corner of a clip."""
+    arrays = example_of(name).arrays
+    here = arrays[0] + 0.013
+    _, grad = compiled(name)(here, *arrays[1:])
     assert jnp.max(jnp.abs(grad)) > 0.01
     with jax.enable_x64(True):
-        exact = [jnp.asarray(np.asarray(x, np.float64)) for x in EXAMPLE[:4]]
+        exact = [jnp.asarray(np.asarray(x, np.float64)) for x in (here, *arrays[1:4])]
         rng = np.random.default_rng(0)
-        for _ in range(3):
-            direction = jnp.asarray(rng.normal(size=NEW.shape)) * 1e-5
+        for _ in range(2):
+            direction = jnp.asarray(rng.normal(size=here.shape)) * 1e-5
 
             def at(sign, direction=direction):
-                row = ALGORITHMS[name]
-                return float(row.scalar(exact[0] + sign * direction, *exact[1:], MASK))
+                return float(scalar(name)(exact[0] + sign * direction, *exact[1:], arrays[4]))
 
             slope = (at(1) - at(-1)) / 2
             assert float(jnp.sum(grad * direction)) == pytest.approx(slope, rel=1e-3, abs=1e-9)
 
 
-@every_algorithm
-@pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf, 1e30, 5.0])
+@every_row
+@pytest.mark.parametrize("garbage", [np.nan, -np.inf, 1e30])
 def test_what_lies_under_the_mask_is_inert(name, garbage):
-    dirty = [jnp.where(MASK, x, garbage) for x in EXAMPLE[:3]]
-    value, grad = compiled(name)(*dirty, ADVANTAGES, MASK)
-    clean_value, clean_grad = compiled(name)(*EXAMPLE)
-    assert value == clean_value
-    np.testing.assert_array_equal(grad, clean_grad)
+    *arrays, advantages, mask = example_of(name).arrays
+    dirty = [jnp.where(mask, x, garbage) for x in arrays]
+    value, grad = compiled(name)(*dirty, advantages, mask)
+    assert value == clean(name)[0]
+    np.testing.assert_array_equal(grad, clean(name)[1])
     # Masked on the way out instead: 0 * nan.
-    np.testing.assert_array_equal(grad[~MASK], 0.0)
+    np.testing.assert_array_equal(grad[~mask], 0.0)
 
 
-@every_algorithm
-def test_a_wholly_masked_row_may_hold_anything(name):
-    mask = MASK.at[1].set(False)
-    clean = compiled(name)(*EXAMPLE[:4], mask)
-    dirty = compiled(name)(*(x.at[1].set(jnp.nan) for x in EXAMPLE[:4]), mask)
-    assert dirty[0] == clean[0]
-    np.testing.assert_array_equal(dirty[1], clean[1])
-    # And it weighs as much as a row that is not there.
-    keep = jnp.array([0, 2, 3])
-    without = ALGORITHMS[name].scalar(*(x[keep] for x in (*EXAMPLE[:4], mask)))
-    assert clean[0] == pytest.approx(float(without), rel=1e-6)
+@every_row
+def test_a_wholly_masked_unit_may_hold_anything(name):
+    """And weighs as much as one that is not there."""
+    example = example_of(name)
+    *arrays, mask = example.arrays
+    place = jnp.arange(len(mask))
+    gone = (place // example.unit == 0)[:, None]
+    dirty = compiled(name)(*(jnp.where(gone, jnp.nan, x) for x in arrays), mask & ~gone)
+    assert jnp.isfinite(dirty[0])
+    np.testing.assert_array_equal(dirty[1][: example.unit], 0.0)
+    without = scalar(name)(*(x[example.unit :] for x in example.arrays))
+    assert dirty[0] == pytest.approx(float(without), rel=2e-6, abs=1e-9)
 
 
-@every_algorithm
+@pytest.mark.parametrize("name", [n for n in EXPECTED if EXPECTED[n].example != "scores"])
 def test_padding_width_does_not_matter(name):
+    """A score stands a row, without a width."""
+
     def wider(x):
         return jnp.pad(x, ((0, 0), (0, 3)), constant_values=jnp.nan if x.dtype != bool else False)
 
-    value, grad = compiled(name)(*map(wider, EXAMPLE[:3]), ADVANTAGES, wider(MASK))
-    clean_value, clean_grad = compiled(name)(*EXAMPLE)
-    assert value == pytest.approx(float(clean_value), rel=1e-6)
-    np.testing.assert_allclose(grad[:, :4], clean_grad, rtol=1e-6)
-    np.testing.assert_array_equal(grad[:, 4:], 0.0)
+    *arrays, advantages, mask = example_of(name).arrays
+    advantages = wider(advantages) if advantages.shape == mask.shape else advantages
+    value, grad = jax.value_and_grad(scalar(name))(*map(wider, arrays), advantages, wider(mask))
+    assert_same((value, grad[:, : mask.shape[1]]), clean(name))
+    np.testing.assert_array_equal(grad[:, mask.shape[1] :], 0.0)
 
 
-@every_algorithm
-def test_the_order_of_rows_does_not_matter(name):
-    order = jnp.array([2, 0, 3, 1])
-    value, grad = compiled(name)(*(x[order] for x in EXAMPLE))
-    clean_value, clean_grad = compiled(name)(*EXAMPLE)
-    assert value == pytest.approx(float(clean_value), rel=1e-5)
-    np.testing.assert_allclose(grad, clean_grad[order], rtol=1e-5, atol=1e-9)
+@every_row
+def test_the_order_of_units_does_not_matter(name):
+    """Nor that of the two rows of a pair: their signs say which is preferred."""
+    example = example_of(name)
+    rows = jnp.arange(len(example.mask)).reshape(-1, example.unit)
+    order = rows[::-1, ::-1].reshape(-1)
+    value, grad = compiled(name)(*(x[order] for x in example.arrays))
+    assert_same((value, grad), (clean(name)[0], clean(name)[1][order]))
 
 
-@every_algorithm
+@every_row
 def test_a_loss_is_unreduced_and_adds_up_over_any_cut(name):
-    row = ALGORITHMS[name]
-    weights = row.weights(MASK)
+    row, example = ROWS[name].bind(**EXPECTED[name].given), example_of(name)
+    mask, unit = example.mask, example.unit
+    weights, (loss, _) = row.weights(mask), row.loss(*example.arrays)
+    assert loss.shape in (mask.shape, (len(mask), 1))
+    assert not weights[~jnp.any(mask, axis=1)].any()
     pieces = [
-        jnp.sum(weights[cut] * row.loss(*(x[cut] for x in EXAMPLE))[0])
-        for cut in (slice(0, 1), slice(1, 4))
+        jnp.sum(weights[cut] * row.loss(*(x[cut] for x in example.arrays))[0])
+        for cut in (slice(0, unit), slice(unit, None))
     ]
-    assert row.loss(*EXAMPLE)[0].shape in (MASK.shape, (4, 1))
-    assert sum(pieces) == pytest.approx(EXPECTED[name].hand, abs=2e-6)
+    assert sum(pieces) == pytest.approx(EXPECTED[name].hand, abs=2e-6, rel=2e-6)
 
 
-@every_algorithm
+@every_row
 def test_nothing_unmasked_is_a_loss_of_zero(name):
     """Not 0 / 0, in value or gradient."""
-    value, grad = compiled(name)(*EXAMPLE[:4], jnp.zeros_like(MASK))
+    *arrays, mask = example_of(name).arrays
+    value, grad = compiled(name)(*arrays, jnp.zeros_like(mask))
     assert value == 0.0
     np.testing.assert_array_equal(grad, 0.0)
 
 
-@policy_gradient
-def test_a_ratio_of_one_gives_the_plain_policy_gradient(name):
-    """Unclipped, the gradient is -weight x advantage on every token; the clip is inside, not
-    outside."""
-    _, grad = compiled(name)(NEW, NEW, NEW, ADVANTAGES, MASK)
-    expected = -ALGORITHMS[name].weights(MASK) * ADVANTAGES
-    np.testing.assert_allclose(grad, expected, atol=1e-7)
-
-
-@policy_gradient
-def test_equal_rewards_print_a_loss_of_zero_and_so_do_mixed_ones(name):
-    """The loss is no signal of progress: only the gradient tells the two apart."""
-    mask = jnp.ones((4, 4), bool)
-    equal = jax.value_and_grad(ALGORITHMS[name].scalar)(NEW, NEW, NEW, jnp.zeros((4, 1)), mask)
-    mixed = jax.value_and_grad(ALGORITHMS[name].scalar)(NEW, NEW, NEW, ADVANTAGES, mask)
-    assert equal[0] == pytest.approx(0.0, abs=1e-6)
-    assert mixed[0] == pytest.approx(0.0, abs=1e-6)
-    assert jnp.linalg.norm(equal[1]) == 0.0
-    assert jnp.linalg.norm(mixed[1]) > 0.1
-
-
-@policy_gradient
-def test_an_infinite_ratio_of_a_row_without_advantage_is_no_nan(name):
-    value, grad = compiled(name)(OLD + 100.0, OLD, OLD + 100.0, jnp.zeros((4, 1)), MASK)
+@rows_of_ratios
+@pytest.mark.parametrize("advantage", [0.0, -1.0])
+def test_an_infinite_ratio_is_no_nan(name, advantage):
+    """float32 exp(100) is infinite, and infinity times the advantage 0 is NaN."""
+    advantages = jnp.full((4, 1), advantage)
+    value, grad = compiled(name)(OLD + 100.0, OLD, OLD + 100.0, advantages, MASK)
     assert jnp.isfinite(value)
     assert jnp.isfinite(grad).all()
+    if advantage == 0.0:
+        assert value == pytest.approx(0.0, abs=1e-6)
+    # Clamped, and counted.
+    _, metrics = ROWS[name].loss(OLD + 100.0, OLD, OLD + 100.0, advantages, MASK)
+    assert ops.values(metrics)["ratio/clamped"] == pytest.approx(1.0)
 
 
-@policy_gradient
+@rows_of_ratios
 def test_a_masked_slot_with_nan_does_not_leak(name):
     """Averaged before it is masked, the first would be NaN and the second 5.5."""
-    zeros, one_of_two = jnp.zeros((1, 2)), jnp.array([[True, False]])
-    old = jnp.array([[0.0, jnp.nan]])
-    loss = ALGORITHMS[name].scalar(zeros, old, zeros, jnp.ones((1, 1)), one_of_two)
-    assert loss == pytest.approx(-1.0)
+    row = ROWS[name].bind(**({"budget": 1} if name == "dr_grpo" else {}))
+    one_of_two, zeros = jnp.array([[True, False]]), jnp.zeros((1, 2))
+    # CISPO's value is the log-probability itself.
+    new = old = zeros - 1.0
+    factor = 2.0 if name == "sapo" else 1.0  # 4 sigmoid(0), and a loss without an offset
+    loss = row.scalar(new, old.at[0, 1].set(jnp.nan), zeros, jnp.ones((1, 1)), one_of_two)
+    expected = 1.0 if name == "cispo" else -factor
+    if name == "grpo":
+        expected += 0.04 * float(ops.k3(new, zeros)[0, 0])
+    assert loss == pytest.approx(expected)
     rows = jnp.array([[True], [True], [False], [False]])
     advantages = jnp.array([[1.0], [1.0], [10.0], [10.0]])
-    columns = jnp.zeros((4, 1))
-    assert ALGORITHMS[name].scalar(columns, columns, columns, advantages, rows) == -1.0
+    columns = jnp.full((4, 1), -1.0)
+    loss = row.scalar(columns, columns, columns, advantages, rows)
+    assert loss == pytest.approx(1.0 if name == "cispo" else -factor)
 
 
-@every_algorithm
+@pytest.mark.parametrize("name", [n for n, row in EXPECTED.items() if row.example != "values"])
 def test_advantages_per_token_say_the_same_as_per_row(name):
-    per_token = jnp.broadcast_to(ADVANTAGES, MASK.shape)
-    value = ALGORITHMS[name].scalar(NEW, OLD, REF, per_token, MASK)
-    assert value == pytest.approx(EXPECTED[name].hand, abs=2e-6)
+    """A return is a token's own in any case."""
+    *arrays, advantages, mask = example_of(name).arrays
+    value = scalar(name)(*arrays, jnp.broadcast_to(advantages, mask.shape), mask)
+    assert value == pytest.approx(EXPECTED[name].hand, abs=2e-6, rel=2e-6)
 
 
-@every_algorithm
+@every_row
 def test_an_unknown_hyper_parameter_is_refused_with_the_known_ones(name):
     with pytest.raises(TypeError, match=r"clip_hihg.*known"):
-        ALGORITHMS[name].scalar(*EXAMPLE, clip_hihg=0.3)
+        ROWS[name].scalar(*example_of(name).arrays, clip_hihg=0.3)
 
 
-@every_algorithm
+@every_row
 def test_bound_and_given_hyper_parameters_agree(name):
     for hyper, value in EXPECTED[name].others:
-        bound = ALGORITHMS[name].bind(**hyper)
-        assert bound.scalar(*EXAMPLE) == pytest.approx(value, abs=2e-6)
+        bound = ROWS[name].bind(**hyper)
+        assert bound.scalar(*example_of(name).arrays) == pytest.approx(value, abs=2e-6)
         defaults = {n: p.default for n, p in bound.hyper_parameters().items()}
         assert defaults == EXPECTED[name].defaults | hyper
 
 
-def test_only_a_kl_term_loads_a_reference():
-    assert ALGORITHMS["grpo"].uses_reference()
+def test_what_loads_a_reference():
+    reading = {n for n, row in ROWS.items() if row.uses_reference()}
+    pairs = {n for n, row in EXPECTED.items() if row.example == "pairs"}
+    assert reading == {"grpo", "kl_k2", "kl_k3", "kl_r_k3"} | pairs - {"dpo_reference_free"}
     assert not ALGORITHMS["grpo"].bind(beta=0.0).uses_reference()
-    assert not ALGORITHMS["dapo"].uses_reference()
-    assert not ALGORITHMS["sft"].uses_reference()
-
-
-def test_grpo_and_dapo_are_one_where_their_papers_do_not_differ():
-    """Rows of one length, one clip, no KL: both reductions are the mean."""
-    arrays = (*EXAMPLE[:4], jnp.ones((4, 4), bool))
-    grpo = ALGORITHMS["grpo"].scalar(*arrays, beta=0.0)
-    assert grpo == pytest.approx(float(ALGORITHMS["dapo"].scalar(*arrays, clip_high=0.2)), rel=1e-6)
+    # They look at it, and no other does.
+    for name in ROWS:
+        logprobs, old, ref, advantages, mask = example_of(name).arrays
+        other = scalar(name)(logprobs, old, 1.1 * ref - 0.1, advantages, mask)
+        assert (abs(float(other - clean(name)[0])) > 1e-5) == (name in reading), name
 
 
 def test_sft_does_not_look_at_advantages():
     other = ALGORITHMS["sft"].scalar(NEW, OLD * 2, REF * 3, -ADVANTAGES, MASK)
-    assert other == ALGORITHMS["sft"].scalar(*EXAMPLE)
+    assert other == ALGORITHMS["sft"].scalar(*EXAMPLES["z_score"].arrays)
 
 
 def test_the_overlong_penalty_is_counted_in_tokens():

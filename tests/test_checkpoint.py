@@ -8,13 +8,17 @@ import optax
 import pytest
 
 from rlx.checkpoint import Checkpoints
+from rlx.train import start_memory
 from rlx.types import TrainState
 
 
 def state_at(step, value=1.0):
     params = {"kernel": jnp.full((3, 2), value, jnp.float32), "scale": jnp.ones(2, jnp.bfloat16)}
+    critic = {"value_head": {"kernel": jnp.full((2, 1), -value, jnp.float32)}}
+    memory = start_memory(0.05 * value, solved=4)
     counts = (jnp.int32(step), jnp.int32(4 * step), jnp.int32(2 * step))
-    return TrainState(params, optax.adamw(1e-3).init(params), jax.random.key(step), *counts)
+    opt_state = optax.adamw(1e-3).init((params, critic))
+    return TrainState(params, critic, opt_state, memory, jax.random.key(step), *counts)
 
 
 def checkpoints(folder, keep=5, keep_best=False):
@@ -32,6 +36,8 @@ def test_a_state_comes_back_with_its_structure_types_and_key(tmp_path):
     for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(back), strict=True):
         assert old.dtype == new.dtype and old.shape == new.shape
     assert (back.params["kernel"] == 0.25).all()
+    assert (back.critic["value_head"]["kernel"] == -0.25).all()
+    assert back.memory.kl_beta == jnp.float32(0.0125)
     assert (back.step, back.cursor, back.updates) == (3, 12, 6)
     assert jax.random.uniform(back.key) == jax.random.uniform(jax.random.key(3))
 

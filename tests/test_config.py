@@ -8,17 +8,10 @@ from pathlib import Path
 import pytest
 
 from rlx.algorithms import ALGORITHMS, Algorithm
-from rlx.algorithms.record import hyper_parameters
-from rlx.config import (
-    Config,
-    ConfigError,
-    describe,
-    formula,
-    hyper,
-    load,
-    load_training,
-)
-from rlx.settings import FILLED, functions_of
+from rlx.config import ConfigError, load, load_training
+from rlx.config_text import describe, formula
+from rlx.settings import Config
+from rlx.signatures import FILLED, hyper
 from rlx.tasks import TASKS
 
 
@@ -175,7 +168,7 @@ def test_an_unknown_key_is_refused_with_the_nearest(override, meant):
 def test_an_unknown_key_in_a_file_names_the_file(tmp_path):
     file = yaml_file(tmp_path, "optimizer:\n  zzzz: 1e-6\n")
     message = refusal(file=file)
-    assert f"optimizer.zzzz ({file})" in message and "optimizer.b1" in message
+    assert f"optimizer.zzzz ({file}:2)" in message and "optimizer.b1" in message
     assert "expected the section" in refusal(file=yaml_file(tmp_path, "loop.steps: 3\n"))
 
 
@@ -186,7 +179,7 @@ def test_a_key_of_another_algorithm_is_refused():
 
 def test_an_unknown_row_is_refused_with_the_names():
     message = refusal("algorithm.name=gpro", "algorithm.beta=0.1", "task.name=countdwn")
-    assert "did you mean grpo?" in message and "did you mean countdown?" in message
+    assert "did you mean gspo or grpo?" in message and "did you mean countdown?" in message
     assert "algorithm.beta" not in message  # nobody knows whose key it would be
     assert "algorithm.name" in refusal("algorithm.name=[grpo]")
 
@@ -219,9 +212,7 @@ def test_a_rule_is_silent_where_its_setting_is_already_refused():
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_algorithm_has_the_keys_and_defaults_of_its_functions(name):
     values = hyper(load(None, [f"algorithm.name={name}"]).algorithm)
-    expected = {}
-    for function in functions_of("algorithm", name):
-        expected |= {k: p.default for k, p in hyper_parameters(function).items()}
+    expected = {k: p.default for k, p in ALGORITHMS[name].hyper_parameters().items()}
     assert values == {k: v for k, v in expected.items() if k not in FILLED}
 
 

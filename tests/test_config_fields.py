@@ -5,11 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from rlx.config import Config
+from rlx.settings import Config
 
 ROOT = Path(__file__).parents[1]
 # These say what a configuration is. To check, print or explain a setting is not to act on it.
-SPEAKERS = {"config.py", "config_rules.py", "config_text.py", "settings.py", "yaml_text.py"}
+SPEAKERS = {
+    "config.py",
+    "config_problems.py",
+    "config_rules.py",
+    "config_text.py",
+    "rollout_rules.py",
+    "settings.py",
+    "signatures.py",
+    "term_rules.py",
+    "yaml_text.py",
+}
 FIELDS = [
     (section, key)
     for section, field in Config.model_fields.items()

@@ -201,6 +201,116 @@ def test_numpy_numbers_are_numbers():
     assert score(answered("1+2"), {"nums": [np.int32(1), 2], "target": 3}).correct
 
 
+LINES_ROW = {"nums": [3, 5, 9], "target": 24}
+
+
+def lines(text: str) -> float:
+    return score(text, LINES_ROW, line_weight=0.2).components["lines"]
+
+
+def test_without_a_line_weight_there_are_no_lines():
+    text = "24-9=15 5*3\n</think><answer>5*3+9</answer>"
+    result = score(text, LINES_ROW)
+    assert set(result.components) == {"format", "correct"} and result.spans == ()
+    assert result == score(text, LINES_ROW, line_weight=0.0)
+    assert "lines" in score("", LINES_ROW, line_weight=0.2).components
+
+
+def test_each_sound_line_earns_its_part_at_its_own_place():
+    text = "<think>24-3=21 no \n24+9=32 no\n\nso\n24-9=15 5*3\n</think><answer>5*3+9</answer>"
+    result = score(text, LINES_ROW, line_weight=0.3)
+    assert [text[span.start : span.end] for span in result.spans] == [
+        "<think>24-3=21 no",
+        "24-9=15 5*3",
+    ]
+    assert [span.score for span in result.spans] == pytest.approx([0.1, 0.1])  # of 3 lines with =
+    assert result.components["lines"] == pytest.approx(2 / 3)
+    assert result.reward == pytest.approx(0.1 + 1 + 0.2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "24-9=15 15/3=5 5",
+        "24 - 9 = 15, and 15 / 3 = 5.",
+        "3*5=15\n15+9=24",  # on the result of a line before
+        "9-5=4\n9-3=6",
+        "try (3+5=8)",
+        "24-9=15",  # broken off before the think block was closed
+    ],
+)
+def test_lines_of_true_steps_from_what_is_there_are_sound(text):
+    assert lines(text) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        ("", 0.0),
+        ("I think of 24 and 9", 0.0),
+        ("24-9=14", 0.0),
+        ("24-9=15 15/3=4", 0.0),  # one false step spoils the line
+        ("24-9=15\n24-9=15\n24-9=15\n24-9=15", 1 / 4),  # 1 if repeats counted
+        ("3+5=8\n5+3=8", 1 / 2),  # the same, turned round
+        ("3+5=8 no\n3 + 5 = 8 ok", 1 / 2),
+        ("24-9=15\n24-9=15 3+5=8", 1.0),  # the second one says something new
+        ("7+7=14", 0.0),  # about numbers that nobody gave
+        ("1*1=1", 0.0),
+        ("3-3=0", 0.0),  # 3 is there once
+        ("9/9=1", 0.0),
+        ("3+5=8 3+9=12", 0.0),  # 3 twice within a line
+        ("3+5=9\n9+9=18", 0.0),  # no result of a false line
+        ("3+5=7\n7+9=16", 0.0),
+        ("1+3+5=9", 0.0),  # `3+5=9` alone would be read; false anyhow
+        ("9+3+5=8", 0.0),  # `3+5=8` alone is true
+        ("2*(3)+5=8", 0.0),
+        ("3+5=8=8", 0.0),
+        ("3+5=8+0", 0.0),
+        ("3+5=8-1=7", 0.0),
+        ("-3+5=8", 0.0),
+        ("3+5=8.5", 0.0),
+        ("3+5=08", 0.0),
+        ("3+5=8^2", 0.0),
+        ("3+5=8!", 0.0),
+        ("٣+5=8", 0.0),
+        ("8=3+5", 0.0),
+        ("=", 0.0),
+        ("3+5=", 0.0),
+        ("3+5=8\n24-9==15", 1 / 2),  # what cannot be read is counted all the same
+        ("3/0=5", 0.0),
+        ("5/3=1", 0.0),
+        ("3+5=8" + " " * 1000, 0.0),
+        ("x</think>3+5=8", 0.0),  # no reasoning any more
+        ("x<answer>3+5=8</answer>", 0.0),
+    ],
+)
+def test_lines_that_would_cheat_earn_nothing(text, share):
+    assert lines(text) == pytest.approx(share)
+
+
+def test_no_number_of_lines_earns_more_than_the_weight():
+    found, text = 24, []
+    for _ in range(300):
+        text.append(f"{found}+9={found + 9}")
+        found += 9
+    result = score("\n".join(text), LINES_ROW, line_weight=0.2)
+    assert result.components["lines"] == pytest.approx(200 / 300)  # those after 200 are not read
+    assert sum(span.score for span in result.spans) == pytest.approx(0.2 * 200 / 300)
+    assert result.reward == pytest.approx(0.2 * 200 / 300)
+
+
+@given(st.lists(st.sampled_from([*"359=+-*/ \n.", "24", "15", "</think>", "\n24-9=15"])))
+@settings(max_examples=300)
+def test_the_reward_contains_the_spans_whatever_is_written(pieces):
+    text = "".join(pieces)
+    plain, result = score(text, LINES_ROW), score(text, LINES_ROW, line_weight=0.25)
+    earned = sum(span.score for span in result.spans)
+    assert 0 <= earned <= 0.25 + 1e-9
+    assert result.reward == pytest.approx(plain.reward + earned)
+    ends = [0, *(place for span in result.spans for place in span[:2])]
+    assert ends == sorted(ends) and ends[-1] <= len(text)
+
+
 # An expression tree, its text written with or without parentheses, and its value by Fraction.
 LEAF = st.integers(0, 99).map(lambda n: (str(n), [n], Fraction(n), 3))
 
@@ -297,6 +407,13 @@ def test_hostile_text_is_wrong_within_50_ms(completion):
         seconds.append(time.process_time() - start)
     assert not result.correct
     assert min(seconds) < 0.05
+
+
+@pytest.mark.parametrize("piece", ["=", "=\n", "3+5=8\n", "3+5=8 ", "9" * 50 + "+1=2\n"])
+def test_hostile_lines_are_read_within_100_ms(piece):
+    start = time.process_time()
+    score(piece * (MEGABYTE // len(piece)), {"nums": [3, 5], "target": 8}, line_weight=0.1)
+    assert time.process_time() - start < 0.1
 
 
 def test_long_products_of_the_given_numbers_stay_fast():

@@ -108,6 +108,8 @@ def test_a_count_without_new_problems_gives_its_share_to_the_others(monkeypatch)
         ({"language": "fr"}, "en, zh, brief, not 'fr'"),
         ({"format_weight": -0.1}, "`format_weight`"),
         ({"format_weight": float("nan")}, "`format_weight`"),
+        ({"line_weight": -0.1}, "`line_weight`"),
+        ({"line_weight": float("inf")}, "`line_weight`"),
         # 1+1, 1*1 and 1/1: two problems in all
         (
             {"numbers": (2,), "highest": 1, "train_size": 3, "heldout_size": 1},
@@ -164,6 +166,14 @@ def test_the_score_takes_the_format_weight():
     task = load(seed=0, train_size=1, heldout_size=1, format_weight=0.25)
     wrong = task.score("x</think><answer>0</answer>", task.train[0])
     assert (wrong.reward, wrong.correct) == (0.25, False)
+
+
+def test_the_score_takes_the_line_weight():
+    row = {"nums": [3, 5, 9], "target": 24}
+    for weight, reward in ((0.0, 0.01), (0.5, 0.51)):
+        task = load(seed=0, train_size=1, heldout_size=1, line_weight=weight)
+        assert task.score("24-9=15\n</think>", row).reward == pytest.approx(reward)
+    assert task.verdicts and task.pairs is None and task.conversations is None
 
 
 def write(path: Path, rows: list[dict]) -> str:

@@ -10,7 +10,21 @@ import pytest
 from toy import CONFIG, initial_params
 
 from rlx.assemble import Policy
-from rlx.evaluate import Completion, majority_right, nest_greedy, pass_at_k, summarise
+from rlx.evaluate import (
+    HEADLINES,
+    Completion,
+    change_told,
+    headline_of,
+    majority_right,
+    nest_greedy,
+    pass_at_k,
+    score_told,
+    summarise,
+    summarise_pairs,
+    summarise_rewards,
+    summarise_texts,
+    told,
+)
 from rlx.generate import Draw, Generator
 from rlx.rewards.score import Score
 
@@ -83,6 +97,83 @@ def test_one_problem_has_no_standard_error():
 def test_greedy_metrics_are_nested():
     nested = nest_greedy({"pass@1": 0.5, "reward/mean": 1.0, "greedy/pass@1": 0.6})
     assert nested == {"pass@1": 0.5, "reward/mean": 1.0, "greedy": {"pass@1": 0.6}}
+
+
+def test_a_reward_is_a_mean_over_problems_of_what_was_scored():
+    """A failed completion as a zero would drag a negative reward up, and a positive one down."""
+    rewards = [-2.0, -4.0, -1.0, None, None, None]
+    texts = [
+        Completion(i // 2, "", 3, False, None if r is None else Score(r, None, {}, ""))
+        for i, r in enumerate(rewards)
+    ]
+    metrics = summarise_rewards(texts, 2)
+    assert metrics["reward"] == pytest.approx((-3.0 - 1.0) / 2)
+    assert metrics["stderr"] == pytest.approx(1.0)
+    assert (metrics["n"], metrics["failed"]) == (2, 3)
+
+
+def test_without_a_single_score_there_is_no_reward():
+    metrics = summarise_rewards([Completion(0, "", 3, False, None)], 1)
+    assert math.isnan(metrics["reward"]) and metrics["n"] == 0
+
+
+def test_a_tie_counts_half_and_a_margin_that_is_no_number_counts_nothing():
+    metrics = summarise_pairs(np.array([0.5, 0.0, -1.0, 0.0], np.float32))
+    assert metrics == {"accuracy": 0.5, "stderr": 0.25, "n": 4}
+    assert math.isnan(summarise_pairs(np.array([0.5, np.nan], np.float32))["accuracy"])
+
+
+def test_a_row_of_text_without_an_error_and_a_loss_beyond_any_exponent():
+    metrics = summarise_texts(np.array([2000.0], np.float32), np.array([2]))
+    assert metrics["nll"] == 1000.0 and metrics["perplexity"] == math.inf
+    assert math.isnan(metrics["stderr"])
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ({"pass@1": 0.25, "stderr": 0.031}, "25.0% ± 3.1%"),
+        ({"accuracy": 0.5, "stderr": math.nan}, "50.0%"),
+        ({"pass@1": 0.25, "stderr": None}, "25.0%"),
+        ({"reward": -1.23456, "stderr": 0.0567}, "-1.235 ± 0.057"),
+        ({"nll": 2.5}, "2.5"),
+        ({"nll": None, "stderr": None}, "not finite"),
+        ({"reward": math.nan, "stderr": 0.1}, "not finite"),
+    ],
+)
+def test_a_score_is_told_with_the_error_it_has(metrics, words):
+    """One problem has no error: NaN, and None once it was read back for a resumed run."""
+    assert score_told(metrics, headline_of(metrics)) == words
+
+
+def test_every_kind_of_evaluation_is_told_in_a_line():
+    sampled = summarise([completion(1), completion(0)], 1, lambda text: text)
+    sampled |= {"greedy/pass@1": 1.0, "greedy/stderr": math.nan}
+    pairs = summarise_pairs(np.array([1.0, -1.0], np.float32)) | {"loss": 0.75, "margin": 0.0}
+    texts = summarise_texts(np.array([2.0, 4.0], np.float32), np.array([2, 4]))
+    lines = [told(m, headline_of(m)) for m in (sampled, pairs, texts)]
+    assert lines == [
+        "pass@1 50.0% ± 50.0% (n=2), greedy 100.0%, length 3",
+        "accuracy 50.0% ± 35.4% (n=2), loss 0.75, margin 0",
+        "nll 1 ± 0 (n=2), perplexity 2.718",
+    ]
+
+
+def test_a_resumed_run_with_one_problem_tells_its_change():
+    before = {"pass@1": 0.0, "stderr": None, "n": 1.0}
+    after = summarise([completion(1)], 1, lambda text: text)
+    assert change_told(before, after, "pass@1") == "held-out pass@1 0.0% -> 100.0%"
+
+
+def test_each_summary_has_its_own_headline_alone():
+    sampled, rewarded = metrics_of([1, 0], 1), summarise_rewards([completion(1)], 1)
+    pairs = summarise_pairs(np.ones(2, np.float32))
+    texts = summarise_texts(np.ones(2, np.float32), np.ones(2, int))
+    for name, metrics in zip(HEADLINES, (sampled, rewarded, pairs, texts), strict=True):
+        assert headline_of(metrics) == name
+        assert HEADLINES.keys() & metrics.keys() == {name}
+        assert {"stderr", "n"} <= metrics.keys()
+    assert headline_of({"reward/mean": 1.0}) is None
 
 
 class Stops:

@@ -47,10 +47,9 @@ def pulled(outputs):
 @pytest.mark.parametrize("temperature", [0.6, 1.7])
 def test_values_and_gradients_are_those_of_the_direct_formula(case, chunks_of_four, temperature):
     config, kernel, hidden, targets = case
-    outputs = token_logprobs(config, kernel, hidden, targets, temperature)
-    expected = direct(kernel, hidden, targets, temperature)
-    np.testing.assert_allclose(outputs.logprobs, expected[0], atol=1e-5)
-    np.testing.assert_allclose(outputs.entropy, expected[1], atol=1e-5)
+    found = token_logprobs(config, kernel, hidden, targets, temperature)
+    for a, b in zip(found, direct(kernel, hidden, targets, temperature), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
     def of_chunks(kernel, hidden):
         return pulled(token_logprobs(config, kernel, hidden, targets, temperature))
@@ -67,7 +66,7 @@ def test_values_and_gradients_are_those_of_the_direct_formula(case, chunks_of_fo
 def test_entropy_has_a_gradient_of_its_own(case):
     """An entropy outside the gradient's tape changes the loss's number and not the update."""
     config, kernel, hidden, targets = case
-    slope = jax.grad(lambda h: jnp.sum(token_logprobs(config, kernel, h, targets).entropy))(hidden)
+    slope = jax.grad(lambda h: jnp.sum(token_logprobs(config, kernel, h, targets)[1]))(hidden)
     assert float(jnp.abs(slope).min(axis=-1).max()) > 1e-3
 
 
@@ -78,15 +77,15 @@ def test_the_temperature_divides_the_logits(tiny_config, temperature, logprob):
     """Logits (2, 0): without the temperature all three would be -0.126928."""
     config = dataclasses.replace(tiny_config, vocab_size=2, hidden_size=2, num_tokens=None)
     hidden = jnp.array([[[2.0, 0.0]]])
-    outputs = token_logprobs(config, jnp.eye(2), hidden, jnp.array([[0]]), float(temperature))
-    assert float(outputs.logprobs[0, 0]) == pytest.approx(logprob, abs=1e-6)
+    found, _ = token_logprobs(config, jnp.eye(2), hidden, jnp.array([[0]]), float(temperature))
+    assert float(found[0, 0]) == pytest.approx(logprob, abs=1e-6)
 
 
 def test_equal_logits_have_the_entropy_of_the_tokens_that_exist(case):
     config, kernel, hidden, targets = case
-    outputs = token_logprobs(config, 0 * kernel, hidden, targets)
-    np.testing.assert_allclose(outputs.entropy, math.log(TOKENS), rtol=1e-6)  # log 29 with padding
-    np.testing.assert_allclose(outputs.logprobs, -math.log(TOKENS), rtol=1e-6)
+    logprobs, entropy = token_logprobs(config, 0 * kernel, hidden, targets)
+    np.testing.assert_allclose(entropy, math.log(TOKENS), rtol=1e-6)  # log 29 with padding
+    np.testing.assert_allclose(logprobs, -math.log(TOKENS), rtol=1e-6)
 
 
 def test_ids_beyond_the_tokenizer_have_no_share_and_no_gradient(case):
@@ -101,7 +100,7 @@ def test_ids_beyond_the_tokenizer_have_no_share_and_no_gradient(case):
     assert bool(jnp.all(jnp.isfinite(slope)))
     np.testing.assert_array_equal(slope[:, TOKENS:], 0.0)
     everything = dataclasses.replace(config, num_tokens=None)
-    assert float(token_logprobs(everything, loud, hidden, targets).logprobs.max()) < -1e3
+    assert float(token_logprobs(everything, loud, hidden, targets)[0].max()) < -1e3
 
 
 def test_extreme_logits_give_finite_values_and_gradients(case):
@@ -123,8 +122,8 @@ def test_logits_of_bfloat16_activations_are_float32(case):
     rounded = kernel.astype(jnp.bfloat16).astype(jnp.float32)
     exact = hidden.astype(jnp.float32) @ rounded
     np.testing.assert_allclose(found[..., :TOKENS], exact[..., :TOKENS], atol=1e-4)
-    outputs = token_logprobs(config, kernel, hidden, targets)
-    assert outputs.logprobs.dtype == outputs.entropy.dtype == jnp.float32
+    logprobs, entropy = token_logprobs(config, kernel, hidden, targets)
+    assert logprobs.dtype == entropy.dtype == jnp.float32
 
 
 def arrays(jaxpr):
@@ -179,7 +178,7 @@ def test_another_temperature_is_no_new_program(case):
     @jax.jit
     def of(temperature):
         traces.append(temperature)
-        return token_logprobs(config, kernel, hidden, targets, temperature).logprobs
+        return token_logprobs(config, kernel, hidden, targets, temperature)[0]
 
     assert not np.allclose(of(0.5), of(1.5))
     assert len(traces) == 1

@@ -246,9 +246,28 @@ def test_a_log_gets_a_plain_line_now_and_then_and_always_the_last():
     assert [line.split()[1] for line in lines if line.startswith("step")] == [
         "1/100", "11/100", "21/100", "31/100", "41/100", "42/100",
     ]  # fmt: skip
-    assert "reward 0.25  solved -  length 512" in lines[0]
+    assert "reward 0.25  length 512  elapsed" in lines[0]
     assert lines[-2] == "held-out [bold]pass@1[/bold] 0.5"
     assert "\x1b" not in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        (
+            {"loss": 0.5, "entropy": 1.0, "length/mean": 9.0, "solve_rate": 0.5, "reward/mean": 1},
+            "reward 1  solved 0.5  length 9  entropy 1  elapsed",
+        ),
+        ({"accuracy": 0.75, "margin": 0.25, "loss": 0.5}, "accuracy 0.75  margin 0.25  loss 0.5"),
+        ({"nll": 2.5, "loss": 2.5}, "nll 2.5  loss 2.5  elapsed"),
+    ],
+)
+def test_a_run_shows_what_it_has(metrics, words):
+    """A preference run would show four dashes."""
+    stream = io.StringIO()
+    with Progress(1, stream=stream) as progress:
+        progress.update(1, metrics)
+    assert words in stream.getvalue()
 
 
 def test_a_terminal_gets_a_bar_with_the_metrics(monkeypatch):

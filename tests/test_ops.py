@@ -8,19 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toy import quick_compilation  # noqa: F401
+from worked_example import ADVANTAGES, LOG_RATIO, MASK, REF_SHIFT
 
 from rlx import ops
 from rlx.types import Largest, Mean, Smallest
-
-# FORMULAS: two prompts, two samples each, four tokens.
-MASK = jnp.array([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]], bool)
-LOG_RATIO = jnp.array(
-    [[0.30, -0.10, 0.05, 0], [-0.40, 0.20, 0, 0], [0.10, 0.25, -0.35, 0], [0.15, 0, 0, 0]]
-)
-REF_SHIFT = jnp.array(
-    [[-0.05, 0.10, 0.20, -0.30], [0, 0.15, 0, 0], [0.20, -0.10, 0.05, 0], [0.40, 0, 0, 0]]
-)
-ADVANTAGES = jnp.array([[0.707007], [-0.707007], [0.707007], [-0.707007]])
 
 # One row of four tokens with loss 1, one row of one token with loss 3.
 UNEVEN_MASK = jnp.array([[1, 1, 1, 1], [1, 0, 0, 0]], bool)
@@ -84,8 +76,34 @@ def test_the_share_of_clamped_ratios_is_counted_on_both_sides():
     assert ops.values(metrics)["ratio/clamped"] == 0.5
 
 
-def test_k3_of_the_worked_example():
-    assert token_average(ops.k3(LOG_RATIO, REF_SHIFT)) == pytest.approx(0.040751, abs=1e-6)
+@pytest.mark.parametrize(
+    ("estimator", "expected"), [(ops.k1, -0.045), (ops.k2, 0.039625), (ops.k3, 0.040751)]
+)
+def test_the_estimators_of_the_worked_example(estimator, expected):
+    assert token_average(estimator(LOG_RATIO, REF_SHIFT)) == pytest.approx(expected, abs=1e-6)
+
+
+def test_only_k2_and_k3_have_the_gradient_of_the_divergence():
+    """Exact expectations over a distribution of five tokens. The gradient of the mean of k1 over
+    samples is zero, whatever the divergence: a loss of k1 would do nothing."""
+    rng = np.random.default_rng(0)
+    logits, base = jnp.asarray(rng.normal(size=(2, 1, 5)), jnp.float32)
+    base = jax.nn.log_softmax(base)
+    drawn = jax.nn.softmax(logits)
+
+    def expected(estimator):
+        return jax.grad(lambda x: jnp.sum(drawn * estimator(jax.nn.log_softmax(x), base)))(logits)
+
+    def divergence(x):
+        logprobs = jax.nn.log_softmax(x)
+        return jnp.sum(jnp.exp(logprobs) * (logprobs - base))
+
+    exact = jax.grad(divergence)(logits)
+    assert jnp.max(jnp.abs(exact)) > 0.1
+    np.testing.assert_allclose(expected(ops.k1), 0.0, atol=1e-6)
+    np.testing.assert_allclose(expected(ops.k2), exact, atol=1e-6)
+    # k3's is that of the divergence the other way round: softmax less base.
+    np.testing.assert_allclose(expected(ops.k3), drawn - jnp.exp(base), atol=1e-6)
 
 
 @given(st.floats(-200, 200, width=32))
@@ -112,28 +130,58 @@ def test_k3_clamps_d_in_both_places():
     # In `exp` alone: 29.
 
 
-def test_token_mean_and_sequence_mean_differ_where_lengths_do():
-    assert jnp.sum(ops.token_mean(UNEVEN_MASK) * UNEVEN_LOSS) == pytest.approx(7 / 5)
-    assert jnp.sum(ops.sequence_mean(UNEVEN_MASK) * UNEVEN_LOSS) == pytest.approx(2.0)
+# What each reduction makes of the two uneven rows.
+MEANS = {
+    "token_mean": 7 / 5,
+    "sequence_mean": 2.0,
+    "budget_mean": 7 / 8,
+    "row_mean": 2.0,
+}
+every_reduction = pytest.mark.parametrize("name", MEANS)
 
 
-@pytest.mark.parametrize("reduction", [ops.token_mean, ops.sequence_mean])
-def test_the_cut_into_micro_batches_does_not_move_the_mean(reduction):
-    weights = reduction(UNEVEN_MASK)
-    pieces = [jnp.sum(weights[i] * UNEVEN_LOSS[i]) for i in range(2)]
-    # A token mean a micro-batch and then the mean of those gives 2.0 for either.
-    expected = {ops.token_mean: 1.4, ops.sequence_mean: 2.0}[reduction]
-    assert sum(pieces) == pytest.approx(expected)
+def reduced(name, mask=UNEVEN_MASK, loss=UNEVEN_LOSS):
+    # A loss of one value a row, for the weights that are one a row.
+    loss = loss[:, :1] if name == "row_mean" else loss
+    return jnp.sum(ops.REDUCTIONS[name](mask) * loss)
 
 
-@pytest.mark.parametrize("reduction", [ops.token_mean, ops.sequence_mean])
-@settings(deadline=None, max_examples=30)
+def test_every_reduction_has_its_number():
+    assert MEANS.keys() == ops.REDUCTIONS.keys()
+
+
+@every_reduction
+def test_reductions_differ_where_lengths_do(name):
+    assert reduced(name) == pytest.approx(MEANS[name])
+
+
+@pytest.mark.parametrize("budget", [4, 8])
+def test_a_budget_knows_no_length(budget):
+    """7 / (2 x 8) = 0.4375: by the batch's longest row it would be 0.875 for every budget."""
+    weights = ops.budget_mean(UNEVEN_MASK, budget=budget)
+    assert jnp.sum(weights * UNEVEN_LOSS) == pytest.approx(7 / (2 * budget))
+
+
+@every_reduction
+def test_the_cut_into_micro_batches_does_not_move_the_mean(name):
+    weights = ops.REDUCTIONS[name](UNEVEN_MASK)
+    loss = UNEVEN_LOSS[:, :1] if name == "row_mean" else UNEVEN_LOSS
+    pieces = [jnp.sum(weights[i] * loss[i]) for i in range(2)]
+    # A token mean a micro-batch and then the mean of those gives 2.0 instead of 1.4.
+    assert sum(pieces) == pytest.approx(MEANS[name])
+
+
+@every_reduction
+@settings(deadline=None, max_examples=15)
 @given(mask=some_masks)
-def test_weights_are_a_distribution_over_unmasked_tokens(reduction, mask):
-    weights = reduction(mask)
-    np.testing.assert_array_equal(weights[~mask], 0.0)
-    # Nothing unmasked: weights of 0, not 0 / 0.
-    assert jnp.sum(weights) == pytest.approx(float(jnp.any(mask)), abs=1e-6)
+def test_weights_stand_on_unmasked_tokens_and_sum_to_one(name, mask):
+    weights = ops.REDUCTIONS[name](mask)
+    live = jnp.any(mask, axis=1, keepdims=True) if name == "row_mean" else mask
+    np.testing.assert_array_equal(weights[~live], 0.0)
+    # Nothing unmasked: weights of 0, not 0 / 0. A budget sums to the share of it that is used.
+    rows = jnp.sum(jnp.any(mask, axis=1))
+    share = jnp.sum(mask) / (4 * jnp.maximum(rows, 1)) if name == "budget_mean" else rows > 0
+    assert jnp.sum(weights) == pytest.approx(float(share), abs=1e-6)
 
 
 def test_a_row_without_tokens_is_not_counted():
@@ -141,6 +189,27 @@ def test_a_row_without_tokens_is_not_counted():
     loss = jnp.concatenate([UNEVEN_LOSS, jnp.zeros((2, 4))])
     # Counted, the two empty rows would halve it to 1.0.
     assert jnp.sum(ops.sequence_mean(padded) * loss) == pytest.approx(2.0)
+
+
+def test_a_rows_sum_and_average_are_of_its_unmasked_tokens():
+    """Log-probabilities [-1, -1, pad, pad]: over the padded width the average would be -0.5."""
+    x, mask = jnp.array([[-1.0, -1.0, jnp.nan, 7.0]]), jnp.array([[True, True, False, False]])
+    assert ops.row_sum(x, mask) == -2.0
+    assert ops.row_average(x, mask) == -1.0
+    assert ops.row_average(x, jnp.zeros_like(mask)) == 0.0
+
+
+def test_the_last_token_is_the_last_unmasked_one():
+    """After a stop token in the middle, at a full row's end, before a hole, and nowhere."""
+    mask = jnp.array([[1, 1, 1, 0, 0], [1] * 5, [1, 0, 1, 0, 0], [0] * 5], bool)
+    expected = np.array([[0, 0, 1, 0, 0], [0, 0, 0, 0, 1], [0, 0, 1, 0, 0], [0] * 5], bool)
+    np.testing.assert_array_equal(ops.last_token(mask), expected)
+
+
+def test_the_deviation_of_equal_values_is_zero():
+    """By the mean of squares less the square of the mean it is 1e-4 in float32."""
+    x, mask = jnp.full((1, 7), 0.1), jnp.ones((1, 7), bool)
+    assert ops.values({"x": ops.deviation(x, mask)})["x"] == pytest.approx(0.0, abs=2e-8)
 
 
 def test_a_mean_is_over_unmasked_tokens():

@@ -131,7 +131,7 @@ def test_a_run_that_stopped_early_has_a_report(tmp_path):
     text, page = report(tmp_path)
     assert "stopped early. Its last step is 1." in text
     assert "Reward in training" in text
-    assert "<h3>Loss</h3>" not in text
+    assert "<h4>Loss</h4>" not in text
     assert page.rows == []
     assert tmp_path.name in page.words[page.words.index(tmp_path.name)]
 
@@ -148,11 +148,108 @@ def test_without_a_summary_the_evaluations_give_the_scores(tmp_path):
     assert "Step 20" in words
 
 
+KINDS = {
+    "ppo": (
+        {"reward/mean": 0.5, "kl/reward": 0.1, "kl/completion": 2.0, "kl/beta": 0.05}
+        | {"value/mean": 0.5, "return/mean": 0.6, "explained_variance": 0.2, "value/loss": 0.1}
+        | {"loss/ppo": 0.1, "loss/value": 0.2},
+        {"reward": -0.5, "stderr": 0.25, "n": 8, "greedy/reward": 0.5, "greedy/stderr": 0.25},
+        ["Held-out reward", "KL in the reward", "Values and returns", "Loss of each term"],
+    ),
+    "dpo": (
+        {"accuracy": 0.5, "margin": 0.0, "rewards/chosen": 0.1, "rewards/rejected": 0.1},
+        {"accuracy": 0.5, "stderr": 0.25, "n": 8, "loss": 0.69, "margin": 0.0},
+        ["Held-out accuracy", "Held-out margin", "Implicit rewards in training"],
+    ),
+    "reward_model": (
+        {"accuracy": 0.5, "margin": 0.0, "score/chosen": 0.1, "score/rejected": 0.1},
+        {"accuracy": 0.5, "stderr": 0.25, "n": 8, "score/chosen": 0.1, "score/rejected": 0.2},
+        ["Held-out accuracy", "Held-out scores", "Scores in training"],
+    ),
+    "sft": (
+        {"nll": 2.0, "loss": 2.0},
+        {"nll": 2.0, "stderr": 0.25, "n": 8, "perplexity": 7.4},
+        ["Held-out NLL", "Held-out perplexity", "NLL in training"],
+    ),
+    "terms": (
+        {"loss/grpo": 0.1, "loss/dpo": 0.2, "dpo/accuracy": 0.5, "kl_k3/kl": 0.1, "sft/nll": 1.0}
+        | {"correction/ratio": 1.0, "replay/age": 2.0, "probe/informative": 0.5, "gate": 0.9},
+        {"pass@1": 0.5, "stderr": 0.25, "n": 8},
+        ["Held-out pass@1", "Accuracy in training", "KL to the reference", "NLL in training"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_run_has_its_score_and_its_pictures(tmp_path, kind):
+    """All but n, of which no picture says anything, are drawn before the further metrics."""
+    train, heldout, pictures = KINDS[kind]
+    with MetricsWriter(tmp_path, tensorboard=False, resume_step=None) as writer:
+        writer.write(0, heldout, kind="eval")
+        writer.write(1, train)
+        writer.write(1, heldout, kind="eval")
+    text, _ = report(tmp_path)
+    assert "Held-out score" in text
+    curves, _, rest = text.partition("<h2>Further metrics</h2>")
+    titles = " ".join(re.findall("<h4>(.*?)</h4>", curves))
+    assert [picture for picture in pictures if picture not in titles] == []
+    assert re.findall("<h4>(.*?)</h4>", rest) == ["n (held-out)"]
+
+
+def test_the_lower_nll_is_the_better_one(tmp_path):
+    """Shown as pass@1 is, a loss that fell would stand there in red."""
+    summary = {
+        "before": {"nll": 2.5, "stderr": 0.3, "n": 64, "perplexity": 12.2},
+        "after": {"nll": 1.25, "stderr": 0.4, "n": 64, "perplexity": 3.5},
+    }
+    write_run(tmp_path, summary=summary)
+    text, page = report(tmp_path)
+    words = " ".join(page.words)
+    for shown in ("2.5 ", "± 0.3, n = 64", "1.25", "± 0.5", "Lower is better."):
+        assert shown in words
+    assert '<span class="up">-1.25</span>' in text
+    assert "0.5 to 3" in words
+
+
+def test_a_score_without_an_error_and_one_that_is_not_finite(tmp_path):
+    """One held-out problem has no standard error, and a change from it none either."""
+    summary = {
+        "before": {"reward": -3.0, "stderr": None, "n": 1},
+        "after": {"reward": 4.0, "stderr": 0.5, "n": 8, "greedy": {"reward": None}},
+    }
+    write_run(tmp_path, summary=summary)
+    text, _ = report(tmp_path)
+    assert '<span class="up">+7</span></td>' in text
+    # The scale is made for what is shown: 0 to 1 would put both outside.
+    places = [float(place) for place in re.findall(r'<b class="\w+" style="left:(.*?)%"', text)]
+    assert len(places) == 2 and all(0 <= place <= 100 for place in places)
+
+
+def test_a_reward_without_a_verdict_is_scored(tmp_path):
+    """A reward model's samples are not `unscored`, and no filter offers `correct`."""
+    row = {"prompt": "", "completion": "", "components": {}, "correct": None, "advantage": None}
+    rows = [row | {"reward": r, "truncated": False, "length": 1} for r in (0.5, None)]
+    with MetricsWriter(tmp_path, tensorboard=False, resume_step=None) as writer:
+        writer.write(1, {"loss": 0.5})
+        writer.write_samples(1, rows)
+    text, page = report(tmp_path)
+    assert [row["data-verdict"] for row in page.rows] == ["scored", "unscored"]
+    assert 'option value="scored"' in text and 'option value="correct"' not in text
+
+
+def test_a_run_of_several_terms_is_named_by_them(tmp_path):
+    (tmp_path / "config.yaml").write_text(
+        "algorithm: {terms: [{name: grpo}, {name: entropy, weight: 0.01}]}\n"
+    )
+    _, page = report(tmp_path)
+    assert "grpo + entropy" in page.words
+
+
 def test_every_metric_has_a_curve(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=False, resume_step=None) as writer:
         writer.write(1, {"entropy": 1.0, "reward/format": 0.5, "made<up>": 2.0})
     text, _ = report(tmp_path)
-    titles = re.findall("<h3>(.*?)</h3>", text)
+    titles = re.findall("<h4>(.*?)</h4>", text)
     assert titles == ["Entropy", "reward/format", "made&lt;up&gt;"]
 
 

@@ -1,19 +1,41 @@
 """Which prompts come next, with which noise, and which groups stay: on made-up samples."""
 
+import functools
+import itertools
 from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import LUCKY, PAD, STOP, plan, pool, quick_compilation, sampling  # noqa: F401
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy import (
+    LUCKY,
+    PAD,
+    STOP,
+    initial_params,
+    plan,
+    pool,
+    quick_compilation,  # noqa: F401
+    sampling,
+)
 
 from model.sample import Samples
 from rlx import ops, rollout
 from rlx.advantages import group_normalised
-from rlx.rollout import Scores, absorb, begin, finish_metrics, join, sample_round
-from rlx.train import Stages, prepare, step
-from rlx.types import TrainState
+from rlx.prepare import Frozen, prepare
+from rlx.rollout import (
+    Draw,
+    Scores,
+    absorb,
+    begin,
+    count_solved,
+    finish_metrics,
+    join,
+    sample_round,
+)
+from rlx.train import Stages, collect_rounds, initial_state, start_memory, step
 
 NAN = float("nan")
 
@@ -23,7 +45,7 @@ next_rows = jax.jit(rollout.next_rows, static_argnums=2)
 
 def drawn(prompts, cursor, count, times):
     """Rows of several draws, one after the other."""
-    rows = [next_rows(prompts, jnp.int32(cursor + i * count), count)[0] for i in range(times)]
+    rows = [next_rows(prompts, jnp.int32(cursor + i * count), count).rows for i in range(times)]
     return np.concatenate(rows)
 
 
@@ -50,15 +72,153 @@ def test_the_order_is_the_pools():
     assert drawn(pool(6), 0, 6, 2).tolist() == first
 
 
+def test_a_draw_tells_each_prompts_epoch_and_where_the_next_begins():
+    """Six prompts from place 4: two of epoch 0, four of epoch 1. The noise of a prompt that both
+    hold is told apart by the epoch."""
+    draw = next_rows(pool(6), jnp.int32(4), 6)
+    assert draw.epochs.tolist() == [0, 0, 1, 1, 1, 1]
+    assert draw.cursor == 10
+
+
+RETIRABLE = 7
+
+
+@functools.cache
+def orders():
+    """Of eight epochs."""
+    return drawn(pool(RETIRABLE), 0, RETIRABLE, 8).reshape(8, RETIRABLE).tolist()
+
+
+def expected_draw(cursor, count, retired):
+    """Plain Python: what this epoch still holds, then the rest of the next; the retired last."""
+    first, place = divmod(cursor, RETIRABLE)
+    stream = [(place + i, row) for i, row in enumerate(orders()[first][place:])]
+    held = {row for _, row in stream}
+    stream += [(RETIRABLE + i, r) for i, r in enumerate(orders()[first + 1]) if r not in held]
+    chosen = sorted(stream, key=lambda item: retired[item[1]])[:count]
+    last = max(at for at, _ in chosen)
+    return (
+        [row for _, row in chosen],
+        [first + at // RETIRABLE for at, _ in chosen],
+        first * RETIRABLE + last + 1,
+    )
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    cursor=st.integers(0, 6 * RETIRABLE),
+    count=st.sampled_from([1, 3, 5, RETIRABLE]),
+    retired=st.lists(st.booleans(), min_size=RETIRABLE, max_size=RETIRABLE),
+)
+def test_retired_prompts_are_passed_over(cursor, count, retired):
+    draw = next_rows(pool(RETIRABLE), jnp.int32(cursor), count, jnp.array(retired))
+    rows, epochs, after = expected_draw(cursor, count, retired)
+    assert draw.rows.tolist() == rows
+    assert draw.epochs.tolist() == epochs
+    assert draw.cursor == after
+    # Never one prompt twice, and retired ones only where all others are in.
+    assert len(set(rows)) == count
+    left = [row for row in range(RETIRABLE) if not retired[row]]
+    assert sum(not retired[row] for row in rows) == min(count, len(left))
+
+
+def test_the_only_prompts_left_are_found_across_the_boundary_of_an_epoch():
+    """Both lie behind the cursor in this epoch. A window of one pool's length from the cursor can
+    end before them, and would hand out retired prompts."""
+    for place in range(RETIRABLE):
+        gone = orders()[0][:place]
+        retired = np.array([row not in gone[:2] for row in range(RETIRABLE)])
+        draw = next_rows(pool(RETIRABLE), jnp.int32(place), 2, jnp.array(retired))
+        assert set(gone[:2]) <= set(draw.rows.tolist())
+        assert draw.epochs.tolist()[: len(gone[:2])] == [1] * len(gone[:2])
+
+
+def visits(prompts, count, retired, draws):
+    """Of each prompt, in that many draws; and the prompts of each draw."""
+    cursor, rows = jnp.int32(0), []
+    for _ in range(draws):
+        draw = next_rows(prompts, cursor, count, jnp.array(retired))
+        cursor = draw.cursor
+        rows.append(draw.rows.tolist())
+    return Counter(itertools.chain(*rows)), rows, int(cursor)
+
+
+def test_what_is_left_is_drawn_evenly():
+    """Four of seven, two at a time: twelve draws are six epochs."""
+    retired = [True, False, False, True, False, True, False]
+    seen, _, cursor = visits(pool(RETIRABLE), 2, retired, 12)
+    assert seen == {1: 6, 2: 6, 4: 6, 6: 6}
+    assert 5 * RETIRABLE < cursor <= 6 * RETIRABLE
+
+
+def test_fewer_left_than_needed_are_drawn_every_time():
+    seen, rows, _ = visits(pool(RETIRABLE), 3, [r != 4 for r in range(RETIRABLE)], 8)
+    assert seen[4] == 8
+    assert all(draw[0] == 4 and len(set(draw)) == 3 for draw in rows)
+
+
+def test_all_retired_are_drawn_as_if_none_were():
+    seen, *_ = visits(pool(RETIRABLE), 7, [True] * RETIRABLE, 3)
+    assert seen == dict.fromkeys(range(RETIRABLE), 3)
+
+
+def test_a_series_of_solved_visits_is_counted_and_broken():
+    """Prompts 4, 0, 2 and 5 are visited; 1 and 3 keep their counts."""
+    counts = jnp.array([3, 1, 0, 2, 5, 7])
+    correct = jnp.array([[1, 1], [1, 1], [1, 0], [1, NAN]])
+    after = count_solved(counts, jnp.array([4, 0, 2, 5]), correct)
+    # A mean over what was scored would call prompt 5 solved.
+    assert after.tolist() == [4, 1, 0, 2, 6, 0]
+    assert count_solved(None, jnp.array([0]), correct[:1]) is None
+
+
+def test_a_prompt_that_stays_solved_is_drawn_no_more(monkeypatch):
+    """Prompts 2 and 5 are always all right, prompt 3 on every other visit only. After two visits
+    in a row 2 and 5 are gone; the others go on."""
+    monkeypatch.setattr(rollout, "sample", lambda *_, **__: made_up([2] * 8))
+    made, size = plan("dapo", {"retire_after": 2}), 6
+    memory = start_memory(solved=size)
+    state = initial_state({}, made.learner, jax.random.key(1), memory=memory)
+
+    @jax.jit
+    def collect(state, right):
+        def verify(frozen, pool, rows, samples):
+            correct = jnp.repeat(right[rows][:, None], 4, axis=1)
+            return Scores(correct, correct, correct[..., None], jnp.zeros((2, 4, 3)))
+
+        stages = Stages(**dict.fromkeys(Stages._fields))._replace(
+            sample=sample_round, verify=verify, absorb=absorb, repeat=jax.lax.while_loop
+        )
+        pending = collect_rounds(made.sampling, stages, state, Frozen(), pool(size), state.key)
+        after = state._replace(cursor=pending.cursor)
+        return after._replace(memory=memory._replace(solved=pending.solved)), pending.rollout.rows
+
+    asked, rows = Counter(), []
+    for _ in range(14):
+        right = [0.0, 0.0, 1.0, float(asked[3] % 2 == 0), 0.0, 1.0]
+        state, drawn_now = collect(state, jnp.array(right))
+        rows += drawn_now.tolist()
+        asked = Counter(rows)
+    # Two epochs of six, then four prompts an epoch.
+    assert Counter(rows[:12]) == dict.fromkeys(range(6), 2)
+    assert Counter(rows[12:]) == dict.fromkeys((0, 1, 3, 4), 4)
+    assert state.memory.solved.tolist() == [0, 0, 2, asked[3] % 2, 0, 2]
+
+
 def noise(monkeypatch, pool_of_six, cursor, key, round=0, **changes):
     """The keys that a round hands to the sampler, as numbers [N, G], and its rows."""
     seen = []
     monkeypatch.setattr(
         rollout, "sample", lambda *operands, **_: seen.append(operands[4]) or made_up([])
     )
-    settings = sampling(**changes)
-    _, rows = sample_round(settings, {}, pool_of_six, jnp.int32(cursor), key, jnp.int32(round))
-    words = np.asarray(jax.random.key_data(seen[0])).astype(np.uint64)
+
+    @jax.jit
+    def keys(at, key, now):
+        _, draw = sample_round(sampling(**changes), {}, pool_of_six, at, None, key, now)
+        return jax.random.key_data(seen.pop()), draw.rows
+
+    words, rows = keys(jnp.int32(cursor), key, jnp.int32(round))
+    words = np.asarray(words).astype(np.uint64)
     return words[..., 0] << np.uint64(32) | words[..., 1], np.asarray(rows)
 
 
@@ -114,15 +274,35 @@ def made_up(lengths, limit=3, finite=None, stopped=None):
     )
 
 
-def scored(correct):
+def scored(correct, limit=3):
     correct = jnp.asarray(correct, jnp.float32)
-    return Scores(correct, correct, correct[..., None])
+    return Scores(correct, correct, correct[..., None], jnp.zeros((*correct.shape, limit)))
+
+
+def draw_of(rows):
+    rows = jnp.asarray(rows, jnp.int32)
+    return Draw(rows, jnp.zeros_like(rows), jnp.int32(len(rows)))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def first_round(settings, draw, samples, scores):
+    start = begin(settings, 8, jnp.int32(0))
+    return absorb(settings, pool(), start, draw, samples, scores)
 
 
 def collected(settings, samples, correct, rows=(3, 5)):
-    prompts = pool()
-    start = begin(settings, 8, jnp.int32(0))
-    return absorb(settings, prompts, start, jnp.asarray(rows, jnp.int32), samples, scored(correct))
+    return first_round(settings, draw_of(rows), samples, scored(correct))
+
+
+scored_batch = jax.jit(prepare, static_argnums=0)
+absorb_round = jax.jit(absorb, static_argnums=0)
+
+
+def prepared(made, pending, cursor=0):
+    """Batch, preview and metrics, of a policy at its start."""
+    state = initial_state(initial_params(), made.learner, jax.random.key(0), cursor=cursor)
+    batch, preview, _, metrics = scored_batch(made, state, Frozen(), pending)
+    return batch, preview, metrics
 
 
 def test_a_rollout_puts_prompt_and_completion_side_by_side():
@@ -152,11 +332,12 @@ def test_length_shaping_comes_before_the_group_statistics():
     result = collected(settings, made_up([1, 2, 3]), [[1, 1, 1]], rows=[0]).rollout
     np.testing.assert_allclose(result.rewards, [[1.0, 0.5, 0.0]])
     np.testing.assert_array_equal(result.correct, [[1, 1, 1]])
-    made = plan("dapo", settings._asdict())
+    made = plan("dapo", settings._asdict(), micro=3)
     pending = collected(made.sampling, made_up([1, 2, 3]), [[1, 1, 1]], rows=[0])
-    batch, _, _ = prepare(made, {}, None, pending)
+    batch, _, _ = prepared(made, pending)
+    (signal,) = batch.signals
     np.testing.assert_allclose(
-        batch.advantages[:, 0], group_normalised(result.rewards)[0], rtol=1e-6
+        signal.advantages[:, 0], group_normalised(result.rewards)[0], rtol=1e-6
     )
 
 
@@ -164,7 +345,7 @@ def test_the_overlong_filter_acts_after_the_group_statistics():
     made = plan("dapo")._replace(overlong_filter=True)
     correct = [[1, 0, 0, 1], [0, 1, 0, 0]]
     pending = collected(made.sampling, made_up([1, 3, 2, 2, 2, 2, 3, 3]), correct)
-    batch, preview, metrics = prepare(made, {}, None, pending)
+    batch, preview, metrics = prepared(made, pending)
     # Filtered first, row 0 of group 0 would get +0.707 of three rewards instead of +1.
     np.testing.assert_allclose(preview.advantages.reshape(2, 4)[0], [1, -1, -1, 1], atol=1e-3)
     np.testing.assert_array_equal(
@@ -182,10 +363,11 @@ def test_the_overlong_filter_acts_after_the_group_statistics():
 def test_a_row_that_could_not_be_scored_is_masked_and_counted():
     made = plan("grpo", {"prompts": 1})
     pending = collected(made.sampling, made_up([2] * 4), [[1, NAN, 0, 0]], rows=[0])
-    batch, preview, metrics = prepare(made, {}, None, pending)
+    batch, preview, metrics = prepared(made, pending)
     np.testing.assert_array_equal(batch.mask.any(axis=1), [True, False, True, True])
-    assert batch.advantages[1] == 0.0
-    assert jnp.isfinite(batch.advantages).all()
+    advantages = batch.signals[0].advantages
+    assert advantages[1] == 0.0
+    assert jnp.isfinite(advantages).all()
     values = ops.values(metrics)
     assert values["unscored"] == 0.25
     assert values["reward/mean"] == pytest.approx(1 / 3)
@@ -220,21 +402,18 @@ def test_metrics_of_groups():
 
 
 def run_step(script, *, prompts=2, samples=2, max_rounds=4, dynamic=True, cursor=0, size=6):
-    """A step whose prompt `row` gets the scores `script[row]`, without a model: what was
+    """A step whose prompt `row` gets the scores `script[row]`, without a sampler: what was
     collected, the state after it, and the rows of every round."""
-    made = plan(
-        "dapo",
-        {"prompts": prompts, "samples": samples, "dynamic": dynamic, "max_rounds": max_rounds},
-    )
+    made = dynamic_plan(prompts, samples, max_rounds, dynamic)
     rounds, seen = [], []
 
-    def sample(settings, params, pool, at, key, round):
-        rows, _ = next_rows(pool, at, prompts)
-        rounds.append(rows.tolist())
+    def sample(settings, params, pool, at, solved, key, round):
+        draw = next_rows(pool, at, prompts)
+        rounds.append(draw.rows.tolist())
         # The length tells the row, so that text and scores can be matched.
-        return made_up(np.repeat(1 + np.asarray(rows) % 3, samples)), rows
+        return made_up(np.repeat(1 + np.asarray(draw.rows) % 3, samples)), draw
 
-    def verify(rows, tokens, lengths):
+    def verify(frozen, pool, rows, samples):
         return scored([script[row] for row in rows.tolist()])
 
     def repeat(condition, body, carry):
@@ -242,19 +421,34 @@ def run_step(script, *, prompts=2, samples=2, max_rounds=4, dynamic=True, cursor
             carry = body(carry)
         return carry
 
-    def prepared(made, params, reference, pending):
+    def watched(made, state, frozen, pending):
         seen.append(pending)
-        return prepare(made, params, reference, pending)
+        return scored_batch(made, state, frozen, pending)
 
     def update(learner, state, batch, key):
         seen.append(batch)
         return state, {}
 
-    stages = Stages(sample, verify, absorb, prepared, update, repeat)
-    zero = jnp.int32(0)
-    state = TrainState({}, {}, jax.random.key(0), zero, jnp.int32(cursor), zero)
-    state, (metrics, preview) = step(made, stages, state, None, pool(size))
+    stages = Stages(
+        sample=sample,
+        complete=None,
+        verify=verify,
+        absorb=absorb_round,
+        choose=None,
+        join=None,
+        prepare=watched,
+        update=update,
+        repeat=repeat,
+    )
+    state = initial_state(initial_params(), made.learner, jax.random.key(0), cursor=cursor)
+    state, (metrics, preview) = step(made, stages, state, Frozen(), pool(size))
     return state, ops.values(metrics), preview, seen, rounds
+
+
+@functools.cache
+def dynamic_plan(prompts, samples, max_rounds, dynamic):
+    sample = {"prompts": prompts, "samples": samples, "max_rounds": max_rounds}
+    return plan("dapo", sample | {"dynamic": dynamic}, micro=prompts * samples)
 
 
 GOOD, WRONG, RIGHT = [1, 0], [0, 0], [1, 1]
@@ -305,7 +499,7 @@ def test_the_limit_of_rounds_never_raises(found):
     # Static shapes; the missing places are masked.
     assert batch.mask.shape == (4, 3)
     np.testing.assert_array_equal(batch.mask.any(axis=1), [found] * 2 + [False] * 2)
-    np.testing.assert_array_equal(batch.advantages[2 * found :], 0.0)
+    np.testing.assert_array_equal(batch.signals[0].advantages[2 * found :], 0.0)
     assert values["rollout/shortfall"] == 1.0 - found / 2
     assert values["trained_rows"] == 2.0 * found
     assert values["solve_rate"] == found / 12
@@ -319,6 +513,20 @@ def test_the_filter_looks_at_the_verdict_and_not_at_the_shaped_reward():
     settings = sampling(prompts=1, samples=2, dynamic=True, overlong_buffer=2)
     pending = collected(settings, made_up([1, 3]), [[1, 1]], rows=[0])
     assert not pending.kept.any()
+
+
+def test_without_verdicts_the_filter_looks_at_the_verifiers_own_rewards():
+    """Neither a penalty of length nor a row of broken logits makes a group differ: its row has a
+    reward that counts for nothing."""
+    settings = sampling(prompts=1, samples=2, dynamic=True, overlong_buffer=2, verdicts=False)
+
+    def kept(samples, rewards):
+        scores = scored([rewards])._replace(correct=jnp.full((1, 2), NAN))
+        return bool(first_round(settings, draw_of([0]), samples, scores).kept[0])
+
+    assert kept(made_up([2, 2]), [0.25, 0.5])
+    assert not kept(made_up([1, 3]), [0.5, 0.5])
+    assert not kept(made_up([2, 2], finite=[True, False]), [0.25, 0.5])
 
 
 def test_without_dynamic_sampling_every_group_stays():

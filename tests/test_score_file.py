@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rlx.rewards import VERIFIERS
+from rlx.rewards import VERIFIERS, Score
+from rlx.rewards.score import Span
 from rlx.score_file import score_file
 
 RIGHT = "x</think><answer>1+2</answer>"
@@ -74,3 +75,18 @@ def test_failed_rows_stay_in_the_denominator(tmp_path, monkeypatch):
 def test_an_unknown_task_is_refused_with_those_there_are(tmp_path):
     with pytest.raises(ValueError, match=r"'countdwn'.*countdown"):
         score_file("countdwn", tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+
+
+def test_spans_are_written_where_there_are_any_and_checked(tmp_path, monkeypatch):
+    def verifier(completion, row):
+        spans = (Span(1, row["end"], 0.5),) if row["end"] else ()
+        return Score(0.5, False, {}, "", spans)
+
+    monkeypatch.setitem(VERIFIERS, "countdown", verifier)
+    rows = [{"completion": "abc", "end": end} for end in (0, 3, 4)]
+    source, result = write_lines(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    assert score_file("countdown", source, result)["failures"] == 1
+    none, one, beyond = (json.loads(line) for line in result.read_text().splitlines())
+    assert "spans" not in none
+    assert one["spans"] == [{"start": 1, "end": 3, "score": 0.5}]
+    assert beyond["reward"] is None and "from 1 to 4 in a text of 3" in beyond["reason"]

@@ -261,3 +261,112 @@ def test_qwen3_prefill_stands_behind_the_generation_prompt(qwen3):
     text = qwen3.decode(qwen3.encode_prompt(messages))
     assert text == prompt + prefill
     assert text.count("<think>") == 1
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+TALK = [turn("user", "what is it?"), turn("assistant", "it is"), turn("user", "what?")]
+
+
+def written(tokenizer, text) -> list[str]:
+    """What the mask marks, each run of it as a text."""
+    runs = [[]]
+    for id, marked in zip(text.ids, text.assistant, strict=True):
+        if marked:
+            runs[-1].append(id)
+        elif runs[-1]:
+            runs.append([])
+    return [tokenizer.decode(run) for run in runs if run]
+
+
+def test_a_chat_is_one_text_whose_answers_and_their_ends_are_marked(folder):
+    path = folder()
+    tokenizer = load_tokenizer(path)
+    messages = [*TALK, turn("assistant", "中文 é"), turn("user", "it?")]
+    (text,) = tokenizer.encode_chat(messages)
+    reference = AutoTokenizer.from_pretrained(path)
+    # up to the end of the last answer: without the newline behind it and the turn after
+    whole = reference.apply_chat_template(messages[:4], return_dict=False)[:-1]
+    assert text.ids == whole and tokenizer.decode(whole).endswith("é<|im_end|>")
+    # neither the header nor the newline behind the end
+    assert written(tokenizer, text) == ["it is<|im_end|>", "中文 é<|im_end|>"]
+
+
+def test_an_answer_is_encoded_by_itself_as_when_it_is_sampled(folder):
+    """Encoded in one go, a newline of the header and one of the answer would be one token."""
+    raw = byte_level()
+    merged = json.loads(raw.to_str())
+    double = len(merged["model"]["vocab"])
+    merged["model"]["vocab"]["ĊĊ"] = double
+    merged["model"]["merges"].insert(0, ["Ċ", "Ċ"])
+    tokenizer = load_tokenizer(folder(Raw.from_str(json.dumps(merged))))
+    messages = [*USER, turn("assistant", "\nit")]
+    (text,) = tokenizer.encode_chat(messages)
+    assert double in tokenizer.encode("\n\n") and double not in text.ids
+    prompt = tokenizer.encode_prompt(USER)
+    assert text.ids == prompt + tokenizer.encode_answer(USER, "\nit")
+    assert text.assistant == [i >= len(prompt) for i in range(len(text.ids))]
+
+
+def test_an_answer_has_one_stop_token_the_templates_or_the_tokenizers(folder):
+    tokenizer = load_tokenizer(folder())  # its end of text is another than the template's
+    end, close = tokenizer.encode("<|endoftext|><|im_end|>")
+    assert tokenizer.end_id == end
+    assert tokenizer.encode_answer(USER, "it") == [*tokenizer.encode("it"), close]
+    assert tokenizer.encode_answer(USER, "it<|im_end|>") == [*tokenizer.encode("it"), close]
+    prefilled = [*USER, turn("assistant", "it ")]
+    for prompt in ("what is", prefilled):
+        assert tokenizer.encode_answer(prompt, "it is") == [*tokenizer.encode("it is"), end]
+        assert tokenizer.encode_answer(prompt, "it<|im_end|>is") == [*tokenizer.encode("it"), end]
+
+
+def test_without_an_end_of_text_the_last_stop_token_ends_an_answer(folder):
+    tokenizer = load_tokenizer(folder(eos_token=None, generation={"eos_token_id": [7, 8]}))
+    assert tokenizer.end_id == tokenizer.stop_ids[-1]
+
+
+def test_a_template_that_rewrites_history_gives_a_text_for_each_answer(qwen3):
+    thought = turn("assistant", "<think>\na\n</think>\n\nb")
+    first, second = qwen3.encode_chat([*USER, thought, *USER, turn("assistant", "c")])
+    header = "<|im_start|>user\nwhat is it?<|im_end|>\n<|im_start|>assistant\n"
+    assert qwen3.decode(first.ids) == header + "<think>\na\n</think>\n\nb<|im_end|>"
+    assert written(qwen3, first) == ["<think>\na\n</think>\n\nb<|im_end|>"]
+    # what a model sees there: the earlier thought is gone; it is not trained on once more
+    assert qwen3.decode(second.ids) == (
+        header + "b<|im_end|>\n" + header + "<think>\n\n</think>\n\nc<|im_end|>"
+    )
+    assert written(qwen3, second) == ["<think>\n\n</think>\n\nc<|im_end|>"]
+    for text, prompt in ((first, USER), (second, [*USER, thought, *USER])):
+        assert text.ids[: text.assistant.index(True)] == qwen3.encode_prompt(prompt)
+
+
+def test_an_answer_that_the_template_puts_elsewhere_is_taken_as_it_stands(folder):
+    """R1's generation prompt opens a think block that a finished turn does not have."""
+    opened = QWEN25_TEMPLATE.replace(
+        "<|im_start|>assistant\\n' }}", "<|im_start|>assistant\\n*' }}"
+    )
+    endless = QWEN25_TEMPLATE.replace("<|im_end|>", "")
+    for template in (opened, endless):
+        tokenizer = load_tokenizer(folder(template=template))
+        first, second = tokenizer.encode_chat([*TALK, turn("assistant", "what")])
+        for text, prompt, answer in ((first, TALK[:1], "it is"), (second, TALK, "what")):
+            prompt_ids = tokenizer.encode_prompt(prompt)
+            assert text.ids == [*prompt_ids, *tokenizer.encode(answer), tokenizer.end_id]
+            assert text.assistant.count(True) == len(text.ids) - len(prompt_ids)
+
+
+@pytest.mark.parametrize(
+    ("messages", "match"),
+    [
+        (USER, "no message of the assistant's"),
+        ([turn("assistant", "it")], "message 0, .* must follow"),
+        ([*TALK[:2], turn("assistant", "it")], "message 2, .* must follow"),
+        ([*USER, {"role": "assistant"}], "message 1: .*content"),
+        ([], "is empty"),
+    ],
+)
+def test_a_chat_without_answers_to_learn_from_is_refused(folder, messages, match):
+    with pytest.raises(ValueError, match=match):
+        load_tokenizer(folder()).encode_chat(messages)

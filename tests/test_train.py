@@ -1,4 +1,4 @@
-"""Whole steps: fused equals staged, a scan equals single steps, and a toy run must learn."""
+"""Whole steps: fused equals staged, a scan equals single steps."""
 
 import contextlib
 import functools
@@ -6,12 +6,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-import pytest
 from toy import (
-    batch,
     initial_params,
-    learner,
     movement,
     plan,
     pool,
@@ -20,13 +16,15 @@ from toy import (
 )
 
 from rlx import ops
-from rlx.algorithms import ALGORITHMS
-from rlx.train import fused, initial_state, offline_run, staged
+from rlx.prepare import Frozen
+from rlx.train import fused, initial_state, staged
+from rlx.verify import callback_verifier, host_verifier
 
 STEPS = 3
 # Two updates a step, and a KL term: every stage has something to do. The rate moves parameters
 # far beyond rounding, and not so far that rounding decides which token is drawn.
 PLAN = plan("grpo", rate=0.05, epochs=2, on_policy=False)
+frozen = functools.cache(lambda: Frozen(reference=initial_params()))
 
 
 def start(made):
@@ -35,8 +33,8 @@ def start(made):
 
 @functools.cache
 def scanned():
-    run = fused(PLAN, verifier)
-    return run(start(PLAN.learner), initial_params(), pool(), STEPS)
+    run = fused(PLAN, callback_verifier(PLAN.sampling, verifier))
+    return run(start(PLAN.learner), frozen(), pool(), STEPS)
 
 
 HOST = {"verifier": verifier}
@@ -52,7 +50,7 @@ def stages():
         PHASES.append(name)
         return contextlib.nullcontext()
 
-    return staged(PLAN, lambda *operands: HOST["verifier"](*operands), watch)
+    return staged(PLAN, host_verifier(lambda *operands: HOST["verifier"](*operands)), watch)
 
 
 @functools.cache
@@ -62,7 +60,7 @@ def step_by_step():
     run, state = stages(), start(PLAN.learner)
     PHASES.clear()
     for _ in range(STEPS):
-        state, (metrics, preview) = run(state, initial_params(), pool(), 1)
+        state, (metrics, preview) = run(state, frozen(), pool(), 1)
         history.append(metrics)
         previews.append(preview)
     stacked = jax.tree.map(lambda *x: jnp.concatenate(x), *history)
@@ -96,9 +94,10 @@ def test_fused_equals_staged():
 
 def test_a_scan_of_steps_equals_single_steps():
     """Each step alone through the same program's maker, with the state handed on by Python."""
-    run, state, history = fused(PLAN, verifier), start(PLAN.learner), []
+    run = fused(PLAN, callback_verifier(PLAN.sampling, verifier))
+    state, history = start(PLAN.learner), []
     for _ in range(STEPS):
-        state, (metrics, preview) = run(state, initial_params(), pool(), 1)
+        state, (metrics, preview) = run(state, frozen(), pool(), 1)
         history.append(metrics)
     stacked = jax.tree.map(lambda *x: jnp.concatenate(x), *history)
     assert_same_run(scanned(), (state, (stacked, preview)))
@@ -147,10 +146,10 @@ def test_a_verifier_that_fails_everywhere_changes_nothing(monkeypatch):
 
     def fails(rows, tokens, lengths):
         nothing = np.full(lengths.shape, np.nan, np.float32)
-        return nothing, nothing, nothing[..., None]
+        return nothing, nothing, nothing[..., None], np.zeros(tokens.shape, np.float32)
 
     monkeypatch.setitem(HOST, "verifier", fails)
-    state, (metrics, preview) = stages()(start(PLAN.learner), initial_params(), pool(), 1)
+    state, (metrics, preview) = stages()(start(PLAN.learner), frozen(), pool(), 1)
     values = ops.values(jax.tree.map(lambda x: x[0], metrics))
     assert values["unscored"] == 1.0
     assert values["skipped"] == 1.0
@@ -160,43 +159,3 @@ def test_a_verifier_that_fails_everywhere_changes_nothing(monkeypatch):
     assert state.updates == 0
     assert movement(initial_params(), state.params) == 0.0
     assert jnp.isnan(preview.rollout.rewards).all()
-
-
-def learning_plan(name):
-    sample = {"prompts": 4, "samples": 8, "max_new_tokens": 2}
-    if name == "dapo":
-        sample |= {"dynamic": True, "max_rounds": 3}
-    hyper = {"beta": 0.0} if "beta" in ALGORITHMS[name].hyper_parameters() else {}
-    return plan(
-        name,
-        sample,
-        micro=32,
-        algorithm=ALGORITHMS[name].bind(**hyper),
-        optimizer=optax.adam(0.03),
-    )
-
-
-@pytest.mark.parametrize("name", [n for n, row in ALGORITHMS.items() if row.advantages])
-def test_a_toy_run_learns_from_rewards(name):
-    """One token in sixteen is paid for. Advantages of the wrong sign, or of other rows, leave the
-    solve rate at a sixteenth or below."""
-    made = learning_plan(name)
-    _, (metrics, _) = fused(made, verifier)(start(made.learner), None, pool(), 30)
-    rate = np.asarray(metrics["solve_rate"].total / metrics["solve_rate"].count)
-    assert rate[:3].mean() < 0.3
-    assert rate[-5:].mean() > 0.8
-
-
-@pytest.mark.parametrize("name", [n for n, row in ALGORITHMS.items() if not row.advantages])
-def test_a_toy_run_learns_from_text(name):
-    made = learner(name, micro=4, optimizer=optax.adam(0.03))
-    data = batch(6)
-    state, metrics = offline_run(made, 4)(start(made), pool(), data, 30)
-    nll = np.asarray(metrics["nll"].total)
-    assert nll[0] > 2.0
-    assert nll[-3:].mean() < 0.5 * nll[0]
-    assert state.cursor == 120
-    assert state.step == state.updates == 30
-    # Every epoch of the six rows is seen once: 4 and 2, then 2 and 4 and so on.
-    lengths = float(jnp.sum(data.mask))
-    np.testing.assert_allclose(jnp.sum(metrics["tokens"].total), 20 * lengths)

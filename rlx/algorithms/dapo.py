@@ -5,7 +5,8 @@
 Its four parts: the clip is wider above than below; every token weighs the same; prompts whose
 samples are all right or all wrong are drawn again (`rollout.dynamic_sampling`, eq. 11); long
 answers are punished softly (`rollout.overlong_buffer`) or left out (`rollout.overlong_filter`).
-No KL term: the policy is meant to move far from where it began (sec. 2.3).
+No KL term: the policy is meant to move far from where it began (sec. 2.3). TRL's
+`loss_type: dapo` clips the same on both sides unless `epsilon_high` is set.
 """
 
 import jax.numpy as jnp

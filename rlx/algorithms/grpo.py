@@ -3,7 +3,8 @@
     L = 1/B sum_i 1/|o_i| sum_t [ -min(r A, clip(r, 1 - low, 1 + high) A) + beta k3 ],
     r = pi / pi_old,    k3 = pi_ref / pi - log(pi_ref / pi) - 1                    (eq. 3, 4)
 
-The advantage is the group's z-score; there is no critic. With beta = 0 no reference is loaded.
+The advantage is the group's z-score; there is no critic. With beta = 0 no reference is loaded. TRL
+has n - 1 in the deviation (here `ddof: 1`) and by default multiplies k3 by the ratio.
 """
 
 import jax.numpy as jnp

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from model.heads import Outputs
 from rlx.ops import masked
+from rlx.types import Batch, Signal
 
 
 def hyper_parameters(function: Callable) -> dict[str, inspect.Parameter]:
@@ -17,14 +19,72 @@ def hyper_parameters(function: Callable) -> dict[str, inspect.Parameter]:
     return {n: p for n, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
+class Inputs(NamedTuple):
+    """The positional arguments of a loss. Only the first carries a gradient."""
+
+    logprobs: Float[Array, "B #T"]
+    old_logprobs: Float[Array, "B #T"]
+    ref_logprobs: Float[Array, "B #T"]
+    advantages: Float[Array, "B #T"]
+    mask: Bool[Array, "B #T"]
+
+
+def of_logprobs(outputs: Outputs, batch: Batch, signal: Signal) -> Inputs:
+    """A loss of the policy's log-probabilities."""
+    return Inputs(
+        outputs.logprobs, batch.old_logprobs, batch.ref_logprobs, signal.advantages, signal.mask
+    )
+
+
+def of_entropy(outputs: Outputs, batch: Batch, signal: Signal) -> Inputs:
+    """A loss of the policy's entropy, which stands where log-probabilities do elsewhere."""
+    zeros = jnp.zeros_like(outputs.entropy)
+    return Inputs(outputs.entropy, zeros, zeros, signal.advantages, signal.mask)
+
+
+def of_values(outputs: Outputs, batch: Batch, signal: Signal) -> Inputs:
+    """A loss of the critic: its values now and when the text was sampled, and the returns."""
+    values = outputs.values[:, :-1]
+    return Inputs(values, batch.values, jnp.zeros_like(values), signal.returns, signal.mask)
+
+
+def of_scores(outputs: Outputs, batch: Batch, signal: Signal) -> Inputs:
+    """A loss of one score a row, read at its last unmasked token and never at padding, and the
+    margins by which it is to win."""
+    last = signal.mask.shape[1] - jnp.argmax(signal.mask[:, ::-1], axis=1)
+    # Column t of the values is the state before token t, so that `last` is the one after it.
+    scores = jnp.take_along_axis(outputs.values, last[:, None], axis=1)
+    rows = jnp.any(signal.mask, axis=1, keepdims=True)
+    return Inputs(scores, batch.margins, jnp.zeros_like(scores), signal.advantages, rows)
+
+
 class Algorithm(NamedTuple):
+    """One row of the table."""
+
     advantages: Callable | None
-    """Rollout -> (advantages, returns), each [B 1] or [B T]. None: learns from given text."""
+    """Rollout -> (advantages, returns), each [B 1] or [B T]. None: the loss reads none."""
     loss: Callable
     """(logprobs, old_logprobs, ref_logprobs, advantages, mask) -> (loss, metrics); the loss is
     [B T] or [B 1], unreduced."""
     weights: Callable
-    """Mask of one update's rows -> [B 1] or [B T]; the scalar loss is sum(weights * loss)."""
+    """Mask of one update's rows -> [B T] or [B 1]; the scalar loss is sum(weights * loss)."""
+    inputs: Callable[[Outputs, Batch, Signal], Inputs] = of_logprobs
+    """What the loss is a function of."""
+    source: str = "rollouts"
+    """What it learns from where it stands first: `rollouts`, `pairs` or `texts`."""
+    reference: bool = False
+    """The loss reads `ref_logprobs`."""
+    critic: bool = False
+    """The advantages read the values of a critic, which learns beside the policy."""
+    unit: int = 1
+    """Rows that the loss must see together: 2 for a pair, whose rows are 2i and 2i + 1."""
+    selects: Callable | None = None
+    """Advantages -> which rows have a part in the loss. None: all."""
+
+    @property
+    def is_policy_loss(self) -> bool:
+        """Its loss is proportional to the advantages of sampled text."""
+        return self.source == "rollouts" and self.inputs is of_logprobs and bool(self.advantages)
 
     def functions(self) -> tuple[Callable, ...]:
         return tuple(f for f in (self.advantages, self.loss, self.weights) if f is not None)
@@ -56,29 +116,30 @@ class Algorithm(NamedTuple):
         )
 
     def uses_reference(self) -> bool:
-        """Whether the loss reads `ref_logprobs`: it has a `beta`, and that is not 0."""
+        """Whether a reference must be loaded: the loss reads it, and its weight `beta` is not 0."""
         beta = self.hyper_parameters().get("beta")
-        return beta is not None and beta.default != 0
+        return self.reference and (beta is None or beta.default != 0)
 
     def scalar(
         self,
-        logprobs: Float[Array, "B T"],
-        old_logprobs: Float[Array, "B T"],
-        ref_logprobs: Float[Array, "B T"],
+        logprobs: Float[Array, "B #T"],
+        old_logprobs: Float[Array, "B #T"],
+        ref_logprobs: Float[Array, "B #T"],
         advantages: Float[Array, "B #T"],
-        mask: Bool[Array, "B T"],
+        mask: Bool[Array, "B #T"],
         **hyper: Any,
     ) -> Float[Array, ""]:
         """sum(weights * loss). What lies under a false mask may be garbage or NaN."""
         bound = self.bind(**hyper)
-        clean = (masked(x, mask) for x in (logprobs, old_logprobs, ref_logprobs))
-        loss, _ = bound.loss(*clean, clean_advantages(advantages, mask), mask)
+        inputs = clean(Inputs(logprobs, old_logprobs, ref_logprobs, advantages, mask))
+        loss, _ = bound.loss(*inputs)
         return jnp.sum(bound.weights(mask) * loss)
 
 
-def clean_advantages(
-    advantages: Float[Array, "B #T"], mask: Bool[Array, "B T"]
-) -> Float[Array, "B #T"]:
-    """0 where no token of the row (or, per token, not this token) is unmasked."""
+def clean(inputs: Inputs) -> Inputs:
+    """0 under a false mask, before any loss sees it; an advantage a row is 0 where no token of the
+    row is unmasked."""
+    mask, advantages = inputs.mask, inputs.advantages
+    arrays = (masked(x, mask) for x in inputs[:3])
     used = mask if advantages.shape == mask.shape else jnp.any(mask, axis=1, keepdims=True)
-    return jnp.where(used, advantages, 0.0)
+    return Inputs(*arrays, jnp.where(used, advantages, 0.0), mask)

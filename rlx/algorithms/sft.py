@@ -2,7 +2,8 @@
 
     L = - sum_i,t log pi(o_i,t) / sum_i |o_i|
 
-Every token of every completion weighs the same.
+Every token of every completion weighs the same. TRL's `sft` beside a DPO loss averages within each
+micro-batch instead.
 """
 
 from jaxtyping import Array, Bool, Float

@@ -11,70 +11,19 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
 from model.errors import BadInput
 from rlx.files import write_atomically
-from rlx.report.chart import Line, Point, line_chart, number_text
+from rlx.report.curves import curves
 from rlx.report.metrics import read_lines
 from rlx.report.progress import clock_time
 from rlx.report.samples import sample_browser
 from rlx.report.scores import score_table
 
 Row = Mapping[str, Any]
-
-
-class Chart(NamedTuple):
-    """One picture: metrics of one kind and one unit, at most three of them."""
-
-    title: str
-    unit: str
-    metrics: Mapping[str, str]
-    """Name of the metric -> label in the legend."""
-    kind: str = "train"
-    fractions: bool = False
-    errors: Mapping[str, str] = {}
-    """Name of the metric -> name of its standard error."""
-
-
-CHARTS = (
-    Chart("Reward in training", "reward", {"reward/mean": "mean"}),
-    Chart("Solve rate in training", "solved", {"solve_rate": "solved"}, fractions=True),
-    Chart(
-        "Held-out pass@1",
-        "pass@1",
-        {"pass@1": "sampled", "greedy/pass@1": "greedy"},
-        kind="eval",
-        fractions=True,
-        errors={"pass@1": "stderr", "greedy/pass@1": "greedy/stderr"},
-    ),
-    Chart(
-        "Groups with equal rewards",
-        "share",
-        {
-            "groups/all_equal": "equal",
-            "groups/all_right": "all right",
-            "groups/all_wrong": "all wrong",
-        },
-        fractions=True,
-    ),
-    Chart("Entropy", "nats a token", {"entropy": "entropy"}),
-    Chart("Completion length", "tokens", {"length/mean": "mean", "length/max": "max"}),
-    Chart("Cut by the length limit", "share", {"truncated": "truncated"}, fractions=True),
-    Chart("KL to the reference", "nats a token", {"kl": "KL"}),
-    Chart("Clipped tokens", "share", {"clip/low": "low", "clip/high": "high"}, fractions=True),
-    Chart(
-        "Gap between sampler and trainer",
-        "|delta log-prob|",
-        {"sampler_gap/mean": "mean", "sampler_gap/max": "max"},
-    ),
-    Chart("Gradient norm", "norm", {"gradient_norm": "gradient"}),
-    Chart("Learning rate", "rate", {"learning_rate": "learning rate"}),
-    Chart("Loss", "loss", {"loss": "loss"}),
-    Chart("Time of a step", "seconds", {"seconds": "step"}),
-)
 
 
 def write_report(run_folder: Path) -> Path:
@@ -102,7 +51,7 @@ def write_report(run_folder: Path) -> Path:
         facts=_facts(config, summary, metrics),
         notice=_notice(summary, metrics),
         scores=score_table(summary, metrics),
-        charts=_charts(metrics),
+        charts=curves(metrics),
         samples=sample_browser(samples),
         config=_config_block(config_text),
     )
@@ -128,6 +77,14 @@ def _setting(config: Row, section: str, key: str) -> str:
     values = config.get(section)
     value = values.get(key) if isinstance(values, dict) else None
     return "" if value is None else str(value)
+
+
+def _algorithm(config: Row) -> str:
+    """Its name, or those of its terms."""
+    section = config.get("algorithm")
+    terms = section.get("terms") if isinstance(section, dict) else None
+    names = [str(term.get("name")) for term in terms or () if isinstance(term, dict)]
+    return " + ".join(names) or _setting(config, "algorithm", "name")
 
 
 def _summary(path: Path) -> Row:
@@ -158,7 +115,8 @@ def _facts(config: Row, summary: Row, metrics: Sequence[Row]) -> str:
     facts = {
         "Task": summary.get("task") or _setting(config, "task", "name"),
         "Model": summary.get("model") or _setting(config, "model", "path"),
-        "Algorithm": summary.get("algorithm") or _setting(config, "algorithm", "name"),
+        "Algorithm": summary.get("algorithm") or _algorithm(config),
+        "Reward model": _setting(config, "reward", "model"),
         "Steps": steps,
         "Duration": "" if seconds is None else clock_time(seconds),
         "Seed": _setting(config, "run", "seed"),
@@ -182,65 +140,6 @@ def _notice(summary: Row, metrics: Sequence[Row]) -> str:
         '<p class="card notice">This run has left no summary: it is still going, or stopped '
         f"early. {until}</p>"
     )
-
-
-def _charts(metrics: Sequence[Row]) -> str:
-    known = {(chart.kind, name) for chart in CHARTS for name in chart.metrics}
-    known |= {(chart.kind, name) for chart in CHARTS for name in chart.errors.values()}
-    known |= {(kind, name) for kind in ("train", "eval") for name in ("step", "kind", "nonfinite")}
-    # In the order in which they first came.
-    others = dict.fromkeys((line["kind"], name) for line in metrics for name in line)
-    rest = []
-    for kind, name in (other for other in others if other not in known):
-        title = f"{name} (held-out)" if kind == "eval" else name
-        rest.append(_card(Chart(title, name, {name: name}, kind), metrics))
-    first = [_card(chart, metrics) for chart in CHARTS]
-    html = f'<h2>Curves</h2><div class="grid">{"".join(first)}</div>' if any(first) else ""
-    if any(rest):
-        html += (
-            '<h2>Further metrics</h2><details class="card"><summary>Every other metric that was '
-            f'logged ({sum(map(bool, rest))})</summary><div class="grid">{"".join(rest)}</div>'
-            "</details>"
-        )
-    return html
-
-
-def _card(chart: Chart, metrics: Sequence[Row]) -> str:
-    lines = []
-    for name, label in chart.metrics.items():
-        # By step: an evaluation that was done again counts once, with what it gave last.
-        points = {
-            line["step"]: _point(line, name, chart.errors.get(name))
-            for line in metrics
-            if line["kind"] == chart.kind and name in line
-        }
-        if points:
-            lines.append(Line(label, [points[step] for step in sorted(points)]))
-    picture = line_chart(chart.unit, lines, fractions=chart.fractions)
-    if not picture:
-        return ""
-    legend = "".join(
-        f'<span><i class="c{index}"></i>{escape(line.label)} '
-        f"<b>{_value(line.points[-1].value, chart.fractions)}</b></span>"
-        for index, line in enumerate(lines)
-    )
-    return (
-        f'<figure class="card"><h3>{escape(chart.title)}</h3>'
-        f'<span class="at"></span><div class="legend">{legend}</div>{picture}</figure>'
-    )
-
-
-def _point(line: Row, name: str, error_name: str | None) -> Point:
-    value, error = line[name], line.get(error_name) if error_name else None
-    if value is None or error is None:
-        return Point(line["step"], value)
-    return Point(line["step"], value, value - error, value + error)
-
-
-def _value(value: int | float | None, fractions: bool) -> str:
-    if value is None:
-        return "not finite"
-    return f"{100 * value:.1f}%" if fractions else number_text(value)
 
 
 def _config_block(text: str) -> str:

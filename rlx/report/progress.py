@@ -15,10 +15,16 @@ from rich.progress import Progress as Bar
 SHOWN = {
     "reward": "reward/mean",
     "solved": "solve_rate",
+    "accuracy": "accuracy",
+    "margin": "margin",
+    "nll": "nll",
     "length": "length/mean",
     "entropy": "entropy",
+    "loss": "loss",
 }
-"""Label on the bar -> name of the metric."""
+"""Label on the bar -> name of the metric. The first SHOWN_AT_ONCE that a run has are shown."""
+
+SHOWN_AT_ONCE = 4
 
 RECENT = 20
 """Chunks that the time left is reckoned from."""
@@ -47,7 +53,7 @@ class Progress:
         self.deadline = deadline
         self.seconds_between_lines = seconds_between_lines
         self._step = start
-        self._shown = dict.fromkeys(SHOWN, "-")
+        self._shown: dict[str, str] = {}
         self._begun = clock()
         self._last_line = -math.inf
         self._unprinted = False
@@ -59,17 +65,17 @@ class Progress:
         # rich also calls a stream a terminal when FORCE_COLOR is set, as in many a CI log.
         if stream.isatty() and console.is_terminal and not console.is_dumb_terminal:
             # An 80-column terminal has room for the values and the start of each name.
-            letters = 3 if console.width < 100 else 7
+            self._letters = 3 if console.width < 100 else 8
             self._bar = Bar(
                 BarColumn(bar_width=max(4, min(40, console.width - 76))),
                 MofNCompleteColumn(),
-                *(TextColumn(f"{name[:letters]} [bold]{{task.fields[{name}]}}") for name in SHOWN),
+                TextColumn("{task.fields[shown]}"),
                 TimeElapsedColumn(),
                 TextColumn("left [cyan]{task.fields[left]}"),
                 console=console,
             )
             self._task = self._bar.add_task(
-                "train", total=total, completed=start, left="-", **self._shown
+                "train", total=total, completed=start, left="-", shown=""
             )
 
     def __enter__(self) -> "Progress":
@@ -96,17 +102,16 @@ class Progress:
     def update(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
         """Shows `step` steps as taken, with the metrics of the last."""
         self._step = step
-        self._shown = {
-            label: _brief(metrics[name]) if name in metrics else "-"
-            for label, name in SHOWN.items()
-        }
+        found = [(label, name) for label, name in SHOWN.items() if name in metrics]
+        self._shown = {label: _brief(metrics[name]) for label, name in found[:SHOWN_AT_ONCE]}
         last = step >= self.total
         chunk_ended = step % self.chunk == 0 or last
         if chunk_ended and (not self._marks or step > self._marks[-1][1]):
             self._marks.append((self.clock(), step))
         if self._bar is not None:
             left = clock_time(self.seconds_left)
-            self._bar.update(self._task, completed=step, left=left, **self._shown)
+            shown = "  ".join(f"{k[: self._letters]} [bold]{v}[/]" for k, v in self._shown.items())
+            self._bar.update(self._task, completed=step, left=left, shown=shown)
             return
         self._unprinted = True
         due = self.clock() - self._last_line >= self.seconds_between_lines

@@ -10,7 +10,8 @@ from rlx.report.chart import number_text
 SHOWN = 1000
 """Rows on the page; a browser grows slow with more of them."""
 
-VERDICTS = {True: "correct", False: "wrong", None: "unscored"}
+TONES = {"correct": "up", "wrong": "down", "scored": "soft", "unscored": "soft"}
+"""Verdict -> how it looks."""
 
 # Control characters have no place in HTML; their pictures (U+2400 and on) show that they came.
 PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
@@ -23,7 +24,8 @@ def sample_browser(samples: Sequence[Mapping[str, Any]]) -> str:
     shown = thin(samples)
     steps = sorted({sample["step"] for sample in shown})
     options = "".join(f'<option value="{step}">{step}</option>' for step in steps)
-    verdicts = "".join(f'<option value="{word}">{word}</option>' for word in VERDICTS.values())
+    came = {verdict(sample) for sample in shown}
+    verdicts = "".join(f'<option value="{w}">{w}</option>' for w in TONES if w in came)
     left_out = ""
     if len(shown) < len(samples):
         left_out = (
@@ -43,6 +45,13 @@ def sample_browser(samples: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
+def verdict(sample: Mapping[str, Any]) -> str:
+    """What a task without right and wrong, or a reward model, gave a reward is `scored`."""
+    if sample.get("correct") is not None:
+        return "correct" if sample["correct"] else "wrong"
+    return "unscored" if sample.get("reward") is None else "scored"
+
+
 def thin(samples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """All rows of as many evenly spread steps as SHOWN has room for, the last step among them."""
     by_step: dict[int, list[Mapping[str, Any]]] = {}
@@ -57,9 +66,7 @@ def thin(samples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _row(sample: Mapping[str, Any]) -> str:
-    correct = sample.get("correct")
-    verdict = VERDICTS[None if correct is None else bool(correct)]
-    tone = {"correct": "up", "wrong": "down"}.get(verdict, "soft")
+    word = verdict(sample)
     components = sample.get("components")
     parts = "<br>".join(
         f"{_text(name)} {_number(value)}"
@@ -70,11 +77,11 @@ def _row(sample: Mapping[str, Any]) -> str:
     if sample.get("truncated"):
         notes += '<br><span class="down">truncated</span>'
     return (
-        f'<tr data-step="{sample["step"]}" data-verdict="{verdict}"><td>{sample["step"]}</td>'
+        f'<tr data-step="{sample["step"]}" data-verdict="{word}"><td>{sample["step"]}</td>'
         f'<td class="prompt"><pre>{_text(sample.get("prompt"))}</pre></td>'
         f'<td class="completion"><pre>{_text(sample.get("completion"))}</pre></td>'
         f'<td>{_number(sample.get("reward"))}<div class="parts">{parts}</div></td>'
-        f'<td><span class="mark {tone}">{verdict}</span><div class="parts">{notes}</div></td>'
+        f'<td><span class="mark {TONES[word]}">{word}</span><div class="parts">{notes}</div></td>'
         f"<td>{_number(sample.get('advantage'))}</td></tr>"
     )
 

@@ -84,6 +84,7 @@ def load(
     heldout_file: str = "",
     language: str = "en",
     format_weight: float = 0.1,
+    line_weight: float = 0.0,
     give_up: float = 0.35,
     demonstrations: int = 1,
 ) -> Task:
@@ -99,9 +100,14 @@ def load(
     training rows that pose a held-out problem are left out. With `file` alone, the last
     `heldout_size` distinct problems of the file are set apart.
 
+    `line_weight` is the reward for sound lines of reasoning, each earned at its own place.
+
     Raises BadInput for settings that can't be met, with the reason.
     """
-    _check_settings(train_size, heldout_size, language, format_weight)
+    _check_settings(train_size, heldout_size, language)
+    for name, weight in (("format_weight", format_weight), ("line_weight", line_weight)):
+        if not 0 <= weight < float("inf"):
+            raise BadInput(f"`{name}` must be a number of at least 0, not {weight}.")
     if file:
         _refuse_ignored(
             file,
@@ -138,7 +144,7 @@ def load(
         name="countdown",
         train=[make_row(problem, language) for problem in train],
         heldout=[make_row(problem, language) for problem in heldout[:heldout_size]],
-        score=partial(verifier.score, format_weight=format_weight),
+        score=partial(verifier.score, format_weight=format_weight, line_weight=line_weight),
         demonstrate=partial(demonstrate, give_up=give_up),
         demonstrations=demonstrations,
     )
@@ -261,14 +267,12 @@ def _last_distinct(source: list[Problem], size: int, file: str) -> list[Problem]
     return distinct[-size:]
 
 
-def _check_settings(train_size: int, heldout_size: int, language: str, weight: float) -> None:
+def _check_settings(train_size: int, heldout_size: int, language: str) -> None:
     for name, size in (("train_size", train_size), ("heldout_size", heldout_size)):
         if size < 1:
             raise BadInput(f"`{name}` must be at least 1, not {size}.")
     if language not in PROMPTS:
         raise BadInput(f"`language` must be one of {', '.join(PROMPTS)}, not {language!r}.")
-    if not 0 <= weight < float("inf"):
-        raise BadInput(f"`format_weight` must be a number of at least 0, not {weight}.")
 
 
 def _check_generator(

@@ -1,4 +1,4 @@
-"""The record of a task: its rows, its verifier, and worked examples where it has them."""
+"""The record of a task: its rows and verifier, worked examples, preference pairs, conversations."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -6,18 +6,46 @@ from typing import NamedTuple
 from rlx.rewards.blocks import last_answer
 from rlx.rewards.score import Score
 
+Messages = list[dict[str, str]]
+"""Chat messages with `role` and `content`. As a prompt, the last may be an assistant prefill."""
+Prompt = str | Messages
+"""Text is a prompt as it stands, without the chat template."""
+
+
+class Pair(NamedTuple):
+    """Two answers to a prompt, each behind its prefill if it has one, and which is preferred."""
+
+    prompt: Prompt
+    chosen: str
+    rejected: str
+    margin: float = 0.0
+    """By how much the chosen one is better, where the data say so."""
+
 
 class Task(NamedTuple):
-    """A row is a dict with `prompt` (chat messages, the last an assistant prefill) and what the
-    verifier needs. No row of `heldout` poses the same problem as one of `train`."""
+    """What there is to learn from; a task has one or more of the kinds.
+
+    A row is a dict with `prompt` and what the verifier needs. Nothing held out poses the same
+    problem, or has the same prompt, as something that is trained on.
+    """
 
     name: str
     train: list[dict]
     heldout: list[dict]
-    score: Callable[[str, Mapping], Score]
+    score: Callable[[str, Mapping], Score] | None = None
+    """The verifier; None where only a reward model can score the rows."""
     demonstrate: Callable | None = None
     """`demonstrate(row, rng) -> str`: a worked completion, after the prefill; None without one."""
     demonstrations: int = 1
     """Worked completions a training row."""
     answer: Callable[[str], str | None] = last_answer
     """The answer that a completion gives, for a majority vote; None where it gives none."""
+    pairs: list[Pair] | None = None
+    heldout_pairs: list[Pair] | None = None
+    conversations: list[Messages] | None = None
+    """Finished chats, to be imitated in their assistant turns."""
+    heldout_conversations: list[Messages] | None = None
+    verdicts: bool = True
+    """Whether there are right and wrong answers: whether a score's `correct` means anything."""
+    notes: tuple[str, ...] = ()
+    """What was left out of the data, a sentence each."""

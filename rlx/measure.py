@@ -1,0 +1,34 @@
+"""What a run is measured by: samples of held-out prompts, or held-out text that is given."""
+
+import jax
+from jaxtyping import Key
+
+from rlx import assemble
+from rlx.evaluate import Evaluation
+from rlx.heldout import Heldout
+from rlx.heldout_text import HeldoutPairs, HeldoutTexts
+from rlx.settings import Config, source
+from rlx.stepper import given_text, with_signals
+from rlx.tasks import Task
+from rlx.update import Learner
+
+
+def make_evaluation(
+    config: Config,
+    policy: assemble.Policy,
+    task: Task,
+    key: Key[jax.Array, ""],
+    counts: dict[str, int],
+    learner: Learner,
+    reward_model: assemble.RewardModel | None,
+) -> Evaluation:
+    """Preferences are measured on held-out pairs, fine-tuning on chats by held-out chats, all else
+    by samples of the task's held-out problems. `counts` are the numbers that will be asked for."""
+    if source(config) == "pairs":
+        data, _ = given_text(config, policy, task, heldout=True)
+        reference = policy.params if assemble.uses_reference(config) else None
+        return HeldoutPairs(learner, with_signals(data, learner), reference)
+    if source(config) == "texts" and task.heldout_conversations:
+        data, _ = given_text(config, policy, task, heldout=True)
+        return HeldoutTexts(learner, with_signals(data, learner))
+    return Heldout(config, policy, task, key, counts, reward_model)

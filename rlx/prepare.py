@@ -1,0 +1,173 @@
+"""From a collected rollout to a batch: scored by the training model, its critic and its reference,
+rewards shaped, advantages set."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, PyTree
+
+from rlx import ops
+from rlx.advantages import mixed, pair_order, reorder
+from rlx.algorithms import Algorithm
+from rlx.replay import exchange
+from rlx.rollout import Pending, Sampling, finish_metrics
+from rlx.shaping import Shaping, shape
+from rlx.types import Batch, Largest, Memory, Metrics, Rollout, Signal, TrainState
+from rlx.update import Learner, make_signal, score_rows
+
+
+class Frozen(NamedTuple):
+    """Parameters that never change."""
+
+    reference: PyTree | None = None
+    reward_model: PyTree | None = None
+
+
+class Plan(NamedTuple):
+    """All that is static in a step."""
+
+    sampling: Sampling
+    learner: Learner
+    shaping: Shaping
+    overlong_filter: bool
+    """Leave truncated rows out of the loss (after the group's statistics)."""
+    replay_max_age: int
+    """Steps for which a kept group may be used."""
+    correction: Callable | None
+    """One of `rlx.corrections`, for what sampler and trainer disagree on."""
+    old_logprobs: str
+    """`current` (one update a batch), `recompute` or `sampler`."""
+
+
+class Preview(NamedTuple):
+    """What a step shows of its text: its rollout and the advantages."""
+
+    rollout: Rollout
+    advantages: Float[Array, " B #T"]
+
+
+def prepare(
+    plan: Plan, state: TrainState, frozen: Frozen, pending: Pending
+) -> tuple[Batch, Preview, Memory, Metrics]:
+    """Scores the collected rows with the training model, its critic and its reference, shapes
+    rewards and sets advantages.
+
+    Statistics of a group are taken before truncated rows are masked out of the loss. Masked
+    wholly: rows that could not be scored, and the places of groups that were never found.
+    """
+    learner = plan.learner
+    rollout = score_rollout(plan, state, frozen, pending.rollout)
+    kept = jnp.repeat(pending.kept, plan.sampling.samples)
+    shaped, memory, metrics = shape(plan.shaping, state.memory, rollout, kept)
+    memory = memory._replace(solved=pending.solved)
+    if memory.replay is not None:
+        # Of the rewards before shaping: a KL penalty differs within every group.
+        useful = mixed(rollout.rewards) & pending.kept
+        age = plan.replay_max_age
+        shaped, replay, measured = exchange(memory.replay, shaped, useful, state.step, age)
+        memory, metrics = memory._replace(replay=replay), metrics | measured
+    if learner.unit > 1:
+        shaped = reorder(shaped, pair_order(shaped.rewards))
+    text = shaped
+    # A row without a reward is no step of any return.
+    use = jnp.isfinite(shaped.rewards).reshape(-1)
+    shaped = shaped._replace(mask=shaped.mask & use[:, None])
+    if plan.overlong_filter:
+        use &= ~shaped.truncated
+    mask = shaped.mask & use[:, None]
+    signals = tuple(learn_from(term.algorithm, shaped, mask) for term in learner.terms)
+    if plan.correction is not None:
+        signals, measured = corrected(plan, shaped, signals)
+        metrics |= measured
+    advantages = signals[0].advantages
+    counted = mask if advantages.shape == mask.shape else use[:, None]
+    metrics |= finish_metrics(plan.sampling, pending) | {
+        "advantage/mean": ops.mean(advantages, counted),
+        "advantage/std": ops.deviation(advantages, counted),
+        "trained_rows": ops.scalar_metric(jnp.sum(use)),
+    }
+    if learner.valued is not None:
+        returns = signals[learner.valued].returns
+        metrics |= critic_metrics(shaped.values, returns, mask)
+    batch = Batch(
+        tokens=shaped.tokens,
+        positions=shaped.positions,
+        mask=mask,
+        sampler_logprobs=shaped.sampler_logprobs,
+        old_logprobs=shaped.old_logprobs,
+        ref_logprobs=shaped.ref_logprobs,
+        values=shaped.values,
+        margins=jnp.zeros((mask.shape[0], 1), jnp.float32),
+        signals=signals,
+    )
+    return batch, Preview(text, advantages), memory, metrics
+
+
+def score_rollout(plan: Plan, state: TrainState, frozen: Frozen, rollout: Rollout) -> Rollout:
+    """Adds what is read of old and reference log-probabilities and the critic's values."""
+    learner, width = plan.learner, rollout.mask.shape[1]
+    rows = (rollout.tokens, rollout.positions, width)
+    outputs = score_rows(learner, state.params, state.critic, *rows)
+    if plan.old_logprobs == "recompute":
+        rollout = rollout._replace(old_logprobs=outputs.logprobs)
+    elif plan.old_logprobs == "sampler":
+        rollout = rollout._replace(old_logprobs=rollout.sampler_logprobs)
+    if learner.valued is not None:
+        lengths = jnp.sum(rollout.mask, axis=1, keepdims=True)
+        after = jnp.take_along_axis(outputs.values, lengths, axis=1)[:, 0]
+        rollout = rollout._replace(
+            values=ops.masked(outputs.values[:, :-1], rollout.mask),
+            bootstrap=jnp.where(rollout.truncated, after, 0.0),
+        )
+    if frozen.reference is not None:
+        policy = learner._replace(critic=None)
+        ref = score_rows(policy, frozen.reference, {}, *rows).logprobs
+        rollout = rollout._replace(ref_logprobs=ref)
+    return rollout
+
+
+def learn_from(algorithm: Algorithm, rollout: Rollout, mask: Bool[Array, "B T"]) -> Signal:
+    """What a term learns from a rollout, within `mask`."""
+    if algorithm.advantages is None:
+        zeros = jnp.zeros((mask.shape[0], 1), jnp.float32)
+        return Signal(zeros, zeros, mask)
+    return make_signal(algorithm, *algorithm.advantages(rollout), mask)
+
+
+def corrected(
+    plan: Plan, rollout: Rollout, signals: tuple[Signal, ...]
+) -> tuple[tuple[Signal, ...], Metrics]:
+    """The signals of policy losses, whose advantages are weighed and masked by the ratio between
+    trainer and sampler."""
+    mask = rollout.mask
+    old, sampler = (ops.masked(x, mask) for x in (rollout.old_logprobs, rollout.sampler_logprobs))
+    ratio, weights, keep = plan.correction(old, sampler, mask)
+    used = mask if ratio.shape == mask.shape else jnp.any(mask, axis=1, keepdims=True)
+
+    def one(term, signal):
+        if not term.algorithm.is_policy_loss:
+            return signal
+        advantages = signal.advantages * jnp.where(keep, weights, 0.0)
+        return signal._replace(advantages=advantages, mask=signal.mask & keep)
+
+    return tuple(map(one, plan.learner.terms, signals)), {
+        "correction/ratio": ops.mean(ratio, used),
+        "correction/ratio_max": Largest(jnp.max(jnp.where(used, ratio, -jnp.inf))),
+        "correction/truncated": ops.mean(weights != ratio, used),
+        "correction/masked": ops.mean(~keep, used),
+    }
+
+
+def critic_metrics(
+    values: Float[Array, "B T"], returns: Float[Array, "B T"], mask: Bool[Array, "B T"]
+) -> Metrics:
+    """How much of the returns the critic foresaw: 1 all, 0 no more than their mean would."""
+    error = ops.deviation(returns - values, mask)
+    spread = ops.deviation(returns, mask)
+    foreseen = 1.0 - (error.total / jnp.maximum(spread.total, 1e-8)) ** 2
+    return {
+        "value/mean": ops.mean(values, mask),
+        "return/mean": ops.mean(returns, mask),
+        "explained_variance": ops.scalar_metric(foreseen),
+    }

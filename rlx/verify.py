@@ -1,0 +1,70 @@
+"""What gives a rollout its rewards: a verifier on the host, or a reward model on the device.
+
+Each returns `verify(frozen, pool, rows, samples) -> Scores`, a part of a step.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from model.heads import last_scores
+from model.qwen import Qwen
+from rlx.rollout import Sampling, Scores, whole_rows
+
+
+def callback_verifier(sampling: Sampling, verifier: Callable) -> Callable:
+    """The host's verifier as a part of a jitted program."""
+    widths = ((), (), (len(sampling.components),), (sampling.max_new_tokens,))
+
+    def on_host(rows, tokens, lengths):
+        # No JAX in here: a callback that starts a computation can wait for itself.
+        return Scores(*verifier(*host_arrays(rows, tokens, lengths)))
+
+    def verify(frozen, pool, rows, samples):
+        n, group = rows.shape[0], samples.mask.shape[0] // rows.shape[0]
+        shapes = Scores(*(jax.ShapeDtypeStruct((n, group, *w), np.float32) for w in widths))
+        lengths = jnp.sum(samples.mask, axis=1)
+        return jax.pure_callback(on_host, shapes, rows, samples.tokens, lengths)
+
+    return verify
+
+
+def host_verifier(verifier: Callable) -> Callable:
+    """The host's verifier, called between jitted programs."""
+
+    def verify(frozen, pool, rows, samples):
+        lengths = np.asarray(samples.mask).sum(axis=1)
+        arrays = host_arrays(rows, samples.tokens, lengths)
+        return Scores(*map(jnp.asarray, verifier(*arrays)))
+
+    return verify
+
+
+def model_verifier(model: Qwen, micro: int) -> Callable:
+    """A reward model in the verifier's place: its score after the last token is the reward, and
+    nothing is right or wrong. At most `micro` rows are scored at a time."""
+
+    def verify(frozen, pool, rows, samples):
+        tokens, positions = whole_rows(pool, rows, samples)
+        piece = math.gcd(micro, len(tokens))
+        pieces = jax.tree.map(lambda x: x.reshape(-1, piece, x.shape[1]), (tokens, positions))
+        scores = jax.lax.map(lambda p: last_scores(model, frozen.reward_model, *p), pieces)
+        scores = scores.reshape(rows.shape[0], -1)
+        return Scores(
+            scores,
+            jnp.full_like(scores, jnp.nan),
+            scores[..., None],
+            jnp.zeros((*scores.shape, samples.mask.shape[1]), jnp.float32),
+        )
+
+    return verify
+
+
+def host_arrays(rows: Any, tokens: Any, lengths: Any) -> tuple[np.ndarray, ...]:
+    """As a verifier takes them: rows `[N]`, tokens `[N G T]`, lengths `[N G]`."""
+    rows, tokens, lengths = map(np.asarray, (rows, tokens, lengths))
+    return rows, tokens.reshape(len(rows), -1, tokens.shape[1]), lengths.reshape(len(rows), -1)
