@@ -75,7 +75,9 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     from rlx.commands import evaluate as run
     from rlx.config import load
 
-    settings = given(options, "run", "model", "task", "sampling", "reward", "eval")
+    settings = given(
+        options, "run", "model", "task", "sampling", "reward.source", "reward.model", "eval"
+    )
     result = run(load(options.config or DEFAULT_CONFIG, settings))
     if not options.json:
         for name, value in result.items():
@@ -112,15 +114,16 @@ COMMANDS = {
 }
 
 
-def given(options: argparse.Namespace, *sections: str) -> list[str]:
-    """The settings of the command line. Refuses one of a section that the command never reads; a
-    recipe may hold them, since it is written for training."""
+def given(options: argparse.Namespace, *known: str) -> list[str]:
+    """The settings of the command line. Refuses one that the command never reads, by its section
+    or its path; a recipe may hold them, since it is written for training."""
     for setting in options.settings:
-        section = setting.partition("=")[0].partition(".")[0]
-        if section not in sections:
+        path = setting.partition("=")[0]
+        section = path.partition(".")[0]
+        if not {path, section}.intersection(known):
             raise BadInput(
                 f"{setting}: expected a setting that this command reads, of "
-                f"{', '.join(sections)}; it never reads {section}."
+                f"{', '.join(known)}; it never reads {path}."
             )
     return [*options.settings, *([f"model.path={options.model}"] if options.model else [])]
 

@@ -1,11 +1,12 @@
 """Learning curves of all on-line algorithms on the bundled model, on the same budget.
 
     pip install -e '.[benchmarks]'
-    python benchmarks/algorithms.py [--steps 30] [--seeds 0] [--only grpo dapo]
+    python benchmarks/algorithms.py [--steps 14] [--seeds 0] [--only grpo dapo]
 
 Each `configs/tiny_<name>.yaml` runs for the same number of steps, each of the same number of
-trained rows, from the same start, and is evaluated on the same held-out problems. Draws
-`docs/figures/algorithms.svg`, prints a line a run and, last, one JSON object.
+trained rows, from the same start. It is evaluated on the same 512 held-out problems before and
+after, and on the first 256 of them in between. Draws `docs/figures/algorithms.svg`, prints a line a
+run and, last, one JSON object.
 """
 
 import argparse
@@ -22,18 +23,19 @@ from runs import ROOT, curve, run
 
 NAMES = (
     *("ppo", "ppo_dual_clip", "grpo", "dr_grpo", "dapo", "gspo", "gspo_token", "rloo"),
-    *("reinforce_pp", "reinforce_pp_baseline", "cispo", "gmpo", "sapo", "composed", "groups"),
+    *("reinforce_pp", "reinforce_pp_baseline", "cispo", "gmpo", "sapo", "components"),
+    *("composed", "groups"),
 )
 FIGURE = ROOT / "docs" / "figures" / "algorithms.svg"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
     options = parser.parse_args()
-    every = max(1, options.steps // 6)
+    every = max(1, options.steps // 7)
     found: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in options.only:
@@ -43,7 +45,7 @@ def main() -> None:
                 summary = run(
                     f"tiny_{name}.yaml",
                     *(f"run.seed={seed}", f"run.dir={where}", f"loop.steps={options.steps}"),
-                    *(f"eval.every={every}", "eval.problems=512"),
+                    *(f"eval.every={every}", "eval.problems=256"),
                 )
                 summaries.append(summary)
                 curves.append(curve(where, "eval", "pass@1"))
@@ -68,7 +70,7 @@ def main() -> None:
 
 def draw(found: dict[str, dict]) -> None:
     """One small picture an algorithm, all others behind it in grey."""
-    columns = 5
+    columns = 4
     rows = -(-len(found) // columns)
     figure, axes = plt.subplots(
         rows, columns, figsize=(11, 2.1 * rows), sharex=True, sharey=True, squeeze=False

@@ -212,7 +212,8 @@ def solved(rollout: Rollout) -> Estimate:
     """1 on the rows that the verifier calls right, or, where it calls none right or wrong, on the
     best of every group whose rewards differ; 0 elsewhere."""
     right = jnp.where(jnp.isnan(rollout.correct), 0.0, rollout.correct).reshape(-1, 1)
-    judged = jnp.any(jnp.isfinite(rollout.correct))
+    # The places of groups that were never found have neither verdict nor reward.
+    judged = jnp.any(jnp.isfinite(rollout.correct) & jnp.isfinite(rollout.rewards))
     chosen = jnp.where(judged, right, jnp.maximum(best_and_worst(rollout)[0], 0.0))
     return chosen, chosen
 

@@ -15,9 +15,8 @@ from model.config import ModelConfig, read_config
 from model.errors import BadInput
 from model.heads import with_value_head
 from model.load import load_params
-from model.qwen import Qwen, cast, initialise
+from model.qwen import Qwen, initialise
 from model.sample import Filters
-from model.score_head import is_scorer, load_scorer
 from model.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from rlx import ops
 from rlx.algorithms import TERMS
@@ -64,21 +63,13 @@ class Policy(NamedTuple):
     dtype: jnp.dtype
 
 
-class RewardModel(NamedTuple):
-    """A frozen model whose score is the reward."""
-
-    model: Qwen
-    params: PyTree
-    """With a `value_head`."""
-
-
 def checkpoint_folder(path: str, setting: str = "model.path") -> Path:
     """The folder that a setting names. Raises BadInput where there is none."""
     folder = BUNDLED.get(path, Path(path))
-    if not folder.is_dir():
+    if not path or not folder.is_dir():
         raise BadInput(
             f"{setting}: expected a checkpoint folder in Hugging Face's format, or one of "
-            f"{', '.join(BUNDLED)}; came {path}, which is no folder."
+            f"{', '.join(BUNDLED)}; came {path or 'nothing'}, which is no folder."
         )
     return folder
 
@@ -99,13 +90,18 @@ def load_policy(config: Config, key: Key[jax.Array, ""]) -> Policy:
     return Policy(folder, shape, tokenizer, params, jnp.dtype(config.model.dtype))
 
 
-def check_length(config: ModelConfig, prompts: Sequence[Sequence[int]], new_tokens: int) -> None:
+def check_length(
+    config: ModelConfig,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    whose: str = "the model",
+) -> None:
     """Raises BadInput where a prompt and its completion have no room in the model."""
     longest = max(map(len, prompts))
     if longest + new_tokens > config.max_positions:
         raise BadInput(
             f"sampling.max_new_tokens: the longest prompt has {longest} tokens, and with "
-            f"{new_tokens} more it goes beyond the model's {config.max_positions} positions."
+            f"{new_tokens} more it goes beyond the {config.max_positions} positions of {whose}."
         )
 
 
@@ -152,7 +148,9 @@ def bound_terms(config: Config) -> tuple[Term, ...]:
             value = value._replace(
                 loss=functools.partial(value.loss, value_clip=config.critic.value_clip)
             )
-            return *chosen, Term("value", value, config.critic.coefficient)
+            joint = config.critic.kind == "head"
+            weight = config.critic.coefficient if joint else 1.0
+            return *chosen, Term("value", value, weight)
     return tuple(chosen)
 
 
@@ -189,58 +187,8 @@ def check_verifier(config: Config, task: Task) -> None:
         )
 
 
-class Critic(NamedTuple):
-    """A model of its own that foresees rewards."""
-
-    config: ModelConfig
-    params: PyTree
-    """With a `value_head`."""
-
-
-def load_critic(config: Config, policy: Policy) -> Critic | None:
-    """The separate critic, None where there is none or a head on the policy's trunk.
-
-    It begins as the policy, or as the policy or reward model of `critic.path`.
-    """
-    if not needs_critic(config) or config.critic.kind == "head":
-        return None
-    if not config.critic.path:
-        trunk = {name: leaf for name, leaf in policy.params.items() if name != "lm_head"}
-        return Critic(policy.config, with_value_head(policy.config, trunk))
-    folder = checkpoint_folder(config.critic.path, "critic.path")
-    check_same_tokens("critic.path", folder, policy)
-    shape = dataclasses.replace(read_config(folder), num_tokens=policy.config.num_tokens)
-    if is_scorer(folder):
-        params = load_scorer(folder, shape)
-    else:
-        params = with_value_head(shape, load_params(folder, shape))
-        params.pop("lm_head", None)
-    return Critic(shape, jax.tree.map(jnp.asarray, params))
-
-
 def needs_critic(config: Config) -> bool:
     return not offline(config) and any(term.row.critic for term in terms(config))
-
-
-def load_reward_model(config: Config, policy: Policy) -> RewardModel | None:
-    """What `reward.model` names, in the compute dtype; None where a verifier scores."""
-    if config.reward.source == "verifier":
-        return None
-    folder = checkpoint_folder(config.reward.model, "reward.model")
-    check_same_tokens("reward.model", folder, policy)
-    shape = read_config(folder)
-    params = jax.tree.map(jnp.asarray, load_scorer(folder, shape))
-    return RewardModel(network(config, shape, policy.dtype), cast(params, policy.dtype))
-
-
-def check_same_tokens(setting: str, folder: Path, policy: Policy) -> None:
-    """Raises BadInput where a second model would read the policy's tokens as others."""
-    other = load_tokenizer(folder).inner.get_vocab()
-    if other != policy.tokenizer.inner.get_vocab():
-        raise BadInput(
-            f"{setting}: {folder} has another vocabulary than the policy's {policy.folder}; it "
-            "scores the policy's tokens as they are."
-        )
 
 
 def network(config: Config, shape: ModelConfig, dtype: jnp.dtype) -> Qwen:
@@ -253,7 +201,8 @@ def network(config: Config, shape: ModelConfig, dtype: jnp.dtype) -> Qwen:
     )
 
 
-def make_learner(config: Config, policy: Policy, critic: Critic | None = None) -> Learner:
+def make_learner(config: Config, policy: Policy, critic: ModelConfig | None = None) -> Learner:
+    """`critic` is the shape of a critic of its own."""
     rate = schedule(config.optimizer, updates(config))
     minibatch = rows(config) // config.batch.minibatches
     optimizer = make_optimizer(config.optimizer, rate)
@@ -264,7 +213,7 @@ def make_learner(config: Config, policy: Policy, critic: Critic | None = None) -
         optimizer = apart(optimizer, own)
     return Learner(
         model=network(config, policy.config, policy.dtype),
-        critic=critic and network(config, critic.config, policy.dtype),
+        critic=critic and network(config, critic, policy.dtype),
         terms=bound_terms(config),
         optimizer=optimizer,
         schedule=rate,

@@ -12,7 +12,7 @@ from model.errors import BadInput
 from model.load import export as export_checkpoint
 from model.score_head import export_scorer
 from model.tokenizer import check_ids
-from rlx import assemble
+from rlx import assemble, scorers
 from rlx.checkpoint import Checkpoints
 from rlx.config import load
 from rlx.data import pad_left, prompt_width
@@ -34,7 +34,7 @@ def evaluate(config: Config) -> dict[str, Any]:
     policy = assemble.load_policy(config, keys.weights)
     count = config.eval.final_problems
     counts = {"eval.final_problems": count}
-    reward_model = assemble.load_reward_model(config, policy)
+    reward_model = scorers.load_reward_model(config, policy)
     heldout = Heldout(config, policy, task, keys.evaluation, counts, reward_model)
     metrics, _ = heldout.evaluate(policy.params, count, greedy=config.eval.greedy)
     return {"model": config.model.path, "task": config.task.name, **nest_greedy(metrics)}

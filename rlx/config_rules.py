@@ -28,7 +28,13 @@ def _offline(config: Config) -> Iterator[Problem]:
     unread = [
         path for section in ("rollout", "reward", "critic") for path in keys_of(config, section)
     ]
+    unread.append("loop.mode")
     yield from ignored(config, unread, f"{name} samples nothing")
+    if source(config) == "pairs":
+        sampled = [f"sampling.{key}" for key in ("temperature", "top_k", "top_p", "min_p")]
+        sampled += ["eval.samples", "eval.batch", "eval.greedy", "log.samples"]
+        because = f"{name} samples nothing, and is measured on held-out pairs"
+        yield from ignored(config, sampled, because)
     if config.batch.samples != 1 and is_set(config, "batch.samples"):
         yield Problem(
             ("batch.samples",),

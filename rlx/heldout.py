@@ -17,6 +17,7 @@ from rlx.generate import Draw, Generator
 from rlx.rewards.host import HostVerifier
 from rlx.rewards.score import Score
 from rlx.rollout import Prompts, whole_rows
+from rlx.scorers import RewardModel
 from rlx.settings import Config
 from rlx.tasks import Task
 
@@ -29,7 +30,7 @@ class Heldout:
         task: Task,
         key: Key[jax.Array, ""],
         counts: dict[str, int],
-        reward_model: assemble.RewardModel | None = None,
+        reward_model: RewardModel | None = None,
     ):
         """`counts` are the numbers of problems that will be asked for, by the setting's name. The
         task's verifier scores, or a reward model where one is given.
@@ -123,7 +124,7 @@ class Heldout:
 class Scorer:
     """A reward model's scores of sampled text, in batches of `rows`: one shape, one program."""
 
-    def __init__(self, reward_model: assemble.RewardModel, pool: Prompts, rows: int):
+    def __init__(self, reward_model: RewardModel, pool: Prompts, rows: int):
         self.params, self.pool, self.rows = reward_model.params, pool, rows
         # The program holds on to what it closes over, and must not to the parameters.
         model = reward_model.model

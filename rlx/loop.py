@@ -27,6 +27,7 @@ from rlx.report.metrics import RESERVED, MetricsWriter, read_lines
 from rlx.report.progress import Progress, Watch, clock_time
 from rlx.rewards.host import HostVerifier
 from rlx.samples import heldout_samples, training_samples
+from rlx.scorers import load_reward_model
 from rlx.settings import Config, offline, terms
 from rlx.stepper import Stepper, offline_stepper, online_stepper
 
@@ -190,7 +191,7 @@ def train(config: Config, stream: TextIOBase) -> dict[str, Any]:
     counts = {"eval.final_problems": config.eval.final_problems}
     if config.eval.every:
         counts["eval.problems"] = config.eval.problems
-    reward_model = assemble.load_reward_model(config, policy)
+    reward_model = load_reward_model(config, policy)
     if offline(config):
         stepper = offline_stepper(config, policy, task, keys)
     else:
@@ -200,6 +201,8 @@ def train(config: Config, stream: TextIOBase) -> dict[str, Any]:
     )
     if assemble.trains_scorer(config):
         padding(policy.folder)  # it says before the run that its end would fail
+    if stepper.critic is not None:
+        padding(stepper.critic.folder)
     state = stepper.state
     stepper = stepper._replace(state=None)
     policy = policy._replace(params=None)
@@ -276,6 +279,10 @@ def train(config: Config, stream: TextIOBase) -> dict[str, Any]:
             weights = jax.device_get(state.params)
             write = export_scorer if assemble.trains_scorer(config) else export
             write(folder / "hf", weights, policy.config, source=policy.folder)
+            if stepper.critic is not None:
+                weights = jax.device_get(state.critic)
+                shape, source = stepper.critic.config, stepper.critic.folder
+                export_scorer(folder / "critic", weights, shape, source=source)
         else:
             progress.note(f"stopped at step {step}; run.resume=true run.dir={folder} goes on")
         checkpoints.wait()

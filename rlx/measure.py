@@ -7,6 +7,7 @@ from rlx import assemble
 from rlx.evaluate import Evaluation
 from rlx.heldout import Heldout
 from rlx.heldout_text import HeldoutPairs, HeldoutTexts
+from rlx.scorers import RewardModel
 from rlx.settings import Config, source
 from rlx.stepper import given_text, with_signals
 from rlx.tasks import Task
@@ -20,7 +21,7 @@ def make_evaluation(
     key: Key[jax.Array, ""],
     counts: dict[str, int],
     learner: Learner,
-    reward_model: assemble.RewardModel | None,
+    reward_model: RewardModel | None,
 ) -> Evaluation:
     """Preferences are measured on held-out pairs, fine-tuning on chats by held-out chats, all else
     by samples of the task's held-out problems. `counts` are the numbers that will be asked for."""

@@ -44,10 +44,13 @@ def clip_metrics(
     A > 0, low where A < 0."""
     low = (ratio < 1.0 - clip_low) & (advantages < 0)
     high = (ratio > 1.0 + clip_high) & (advantages > 0)
+    clips = {"clip/low": mean(low, mask), "clip/high": mean(high, mask)}
+    return clips | ratio_metrics(ratio, mask)
+
+
+def ratio_metrics(ratio: Float[Array, "B #T"], mask: Bool[Array, "B #T"]) -> Metrics:
     limit = jnp.exp(LOG_RATIO_LIMIT)
     return {
-        "clip/low": mean(low, mask),
-        "clip/high": mean(high, mask),
         "ratio/mean": mean(ratio, mask),
         "ratio/max": Largest(jnp.max(jnp.where(mask, ratio, -jnp.inf))),
         "ratio/clamped": mean((ratio >= limit) | (ratio <= 1.0 / limit), mask),

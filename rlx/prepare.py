@@ -13,7 +13,7 @@ from rlx.algorithms import Algorithm
 from rlx.replay import exchange
 from rlx.rollout import Pending, Sampling, finish_metrics
 from rlx.shaping import Shaping, shape
-from rlx.types import Batch, Largest, Memory, Metrics, Rollout, Signal, TrainState
+from rlx.types import Batch, Largest, Mean, Memory, Metrics, Rollout, Signal, TrainState
 from rlx.update import Learner, make_signal, score_rows
 
 
@@ -77,10 +77,10 @@ def prepare(
         use &= ~shaped.truncated
     mask = shaped.mask & use[:, None]
     signals = tuple(learn_from(term.algorithm, shaped, mask) for term in learner.terms)
+    advantages = signals[0].advantages
     if plan.correction is not None:
         signals, measured = corrected(plan, shaped, signals)
         metrics |= measured
-    advantages = signals[0].advantages
     counted = mask if advantages.shape == mask.shape else use[:, None]
     metrics |= finish_metrics(plan.sampling, pending) | {
         "advantage/mean": ops.mean(advantages, counted),
@@ -132,6 +132,11 @@ def learn_from(algorithm: Algorithm, rollout: Rollout, mask: Bool[Array, "B T"])
     if algorithm.advantages is None:
         zeros = jnp.zeros((mask.shape[0], 1), jnp.float32)
         return Signal(zeros, zeros, mask)
+    if algorithm.unit > 1:
+        # A pair of which one row is left out is none.
+        rows = jnp.any(mask, axis=1).reshape(-1, algorithm.unit)
+        whole = jnp.repeat(jnp.all(rows, axis=1), algorithm.unit)
+        mask = mask & whole[:, None]
     return make_signal(algorithm, *algorithm.advantages(rollout), mask)
 
 
@@ -165,9 +170,11 @@ def critic_metrics(
     """How much of the returns the critic foresaw: 1 all, 0 no more than their mean would."""
     error = ops.deviation(returns - values, mask)
     spread = ops.deviation(returns, mask)
-    foreseen = 1.0 - (error.total / jnp.maximum(spread.total, 1e-8)) ** 2
+    varied = spread.total > 1e-6 * spread.count
+    foreseen = 1.0 - (error.total / jnp.where(varied, spread.total, 1.0)) ** 2
     return {
         "value/mean": ops.mean(values, mask),
         "return/mean": ops.mean(returns, mask),
-        "explained_variance": ops.scalar_metric(foreseen),
+        # Of equal returns there is no variance to explain.
+        "explained_variance": Mean(jnp.where(varied, foreseen, 0.0), varied.astype(jnp.float32)),
     }

@@ -109,8 +109,17 @@ def complete_probed(
         rollout=rollout,
         kept=jnp.ones(n, bool),
         cursor=probed.draw.cursor,
-        solved=probed.solved,
+        solved=unless_wrong(probed.solved, probed.draw.rows, fresh.correct),
         round=jnp.int32(2),
         informative=jnp.int32(n),
         metrics=metrics,
     )
+
+
+def unless_wrong(
+    solved: Int[Array, " M"] | None, rows: Int[Array, " N"], correct: Float[Array, "N G"]
+) -> Int[Array, " M"] | None:
+    """The counts of the probing round, begun anew where one of the other samples is not right."""
+    if solved is None:
+        return None
+    return solved.at[rows].set(jnp.where(jnp.all(correct == 1, axis=1), solved[rows], 0))

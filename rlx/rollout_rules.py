@@ -93,6 +93,9 @@ def _critic(config: Config) -> Iterator[Problem]:
             "critic.kind is head: the critic is a part of the policy",
             "critic.kind",
         )
+    else:
+        because = "critic.kind is model: its loss stands alone, and its learning rate scales it"
+        yield from ignored(config, ["critic.coefficient"], because, "critic.kind")
 
 
 def _old_logprobs(config: Config) -> Iterator[Problem]:
@@ -184,6 +187,21 @@ def _prompts(config: Config) -> Iterator[Problem]:
             "reward.source is model, which calls nothing right or wrong",
             "reward.source",
         )
+        weights = [path for path in keys_of(config, "task") if path.endswith("_weight")]
+        yield from ignored(
+            config, weights, "reward.source is model: no verifier scores", "reward.source"
+        )
+    if samples < 2:
+        because = "batch.samples is 1: a group of one is never mixed"
+        mixed = ["rollout.dynamic_sampling", "rollout.replay"]
+        yield from ignored(config, mixed, because, "batch.samples")
+    first = terms(config)[0]
+    if not compares(first):
+        because = (
+            f"the advantages of {first.name} compare no group: one whose rewards are equal "
+            "teaches too"
+        )
+        yield from ignored(config, ["rollout.replay"], because)
     if not rollout.replay:
         because = "rollout.replay is 0"
         yield from ignored(config, ["rollout.replay_max_age"], because, "rollout.replay")

@@ -8,7 +8,7 @@ import numpy as np
 
 from model.tokenizer import Tokenizer
 from rlx.evaluate import Completion
-from rlx.train import Preview
+from rlx.prepare import Preview
 
 
 def prompt_text(tokenizer: Tokenizer, row: Mapping[str, Any]) -> str:

@@ -181,7 +181,12 @@ class CriticSettings(Section):
         le=10,
         description="peak; 0: optimizer.learning_rate; with critic.kind=model only",
     )
-    coefficient: float = Field(0.1, gt=0, le=100, description="weight of the critic's loss")
+    coefficient: float = Field(
+        0.1,
+        gt=0,
+        le=100,
+        description="weight of a head's loss beside the policy's; with critic.kind=head only",
+    )
     value_clip: float = Field(
         hyper_parameters(value)["value_clip"].default,
         gt=0,

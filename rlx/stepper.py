@@ -15,6 +15,7 @@ from rlx.data import chat_rows, encode_prompts, preference_pairs, prompt_pool, w
 from rlx.prepare import Frozen
 from rlx.rewards.host import HostVerifier
 from rlx.rollout import Prompts
+from rlx.scorers import Critic, RewardModel, load_critic
 from rlx.settings import Config, source
 from rlx.tasks import Task
 from rlx.train import fused, initial_state, offline_run, staged
@@ -54,6 +55,8 @@ class Stepper(NamedTuple):
     """Of the pool that prompts are drawn from."""
     components: tuple[str, ...]
     """Names of the reward's parts."""
+    critic: Critic | None = None
+    """A critic of its own, as it began, without parameters."""
     notes: tuple[str, ...] = ()
     """What a person should know of the data before the run."""
 
@@ -63,7 +66,7 @@ def online_stepper(
     policy: assemble.Policy,
     task: Task,
     keys: assemble.Keys,
-    reward_model: assemble.RewardModel | None,
+    reward_model: RewardModel | None,
 ) -> Stepper:
     """Samples the task's training prompts. Raises BadInput where they are too few or too long."""
     tokenizer = policy.tokenizer
@@ -82,8 +85,14 @@ def online_stepper(
     pool = prompt_pool(encoded, tokenizer.pad_id, keys.order)
     # The reference is the policy where it began; it is kept only where something reads it.
     reference = policy.params if assemble.uses_reference(config) else None
-    critic = assemble.load_critic(config, policy)
-    learner = assemble.make_learner(config, policy, critic)
+    critic = load_critic(config, policy)
+    learner = assemble.make_learner(config, policy, critic and critic.config)
+    for setting, scorer in (
+        ("reward.model", reward_model and reward_model.model.config),
+        ("critic.path", critic and critic.config),
+    ):
+        if scorer is not None:
+            assemble.check_length(scorer, encoded, config.sampling.max_new_tokens, setting)
     verifier, components, verdicts = None, ("score",), False
     if reward_model is None:
         assemble.check_verifier(config, task)
@@ -120,7 +129,15 @@ def online_stepper(
         memory=assemble.make_memory(config, plan, pool),
     )
     return Stepper(
-        run, learner, state, stopwatch, verifier, task.train, components, tuple(task.notes)
+        run,
+        learner,
+        state,
+        stopwatch,
+        verifier,
+        task.train,
+        components,
+        critic and critic._replace(params=None),
+        tuple(task.notes),
     )
 
 
@@ -144,7 +161,7 @@ def offline_stepper(
         return state, metrics, None
 
     state = initial_state(assemble.trained_params(config, policy), learner, keys.steps)
-    return Stepper(run, learner, state, Stopwatch(), None, (), (), (*task.notes, *notes))
+    return Stepper(run, learner, state, Stopwatch(), None, (), (), None, (*task.notes, *notes))
 
 
 def given_text(

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 from model.heads import Outputs, completion_outputs, state_values
 from model.qwen import Qwen
 from rlx import ops
-from rlx.algorithms.record import Algorithm, clean
+from rlx.algorithms.record import Algorithm, clean, of_scores
 from rlx.types import Batch, Largest, Mean, Metrics, Signal, TrainState
 
 
@@ -96,7 +96,9 @@ def loss(
     current = jax.lax.stop_gradient(outputs.logprobs)
     if learner.on_policy:
         batch = batch._replace(old_logprobs=current)
-    metrics = {"entropy": ops.mean(jax.lax.stop_gradient(outputs.entropy), mask)}
+    metrics = {}
+    if learner.terms[0].algorithm.inputs is not of_scores:
+        metrics["entropy"] = ops.mean(jax.lax.stop_gradient(outputs.entropy), mask)
     if learner.online:
         metrics |= _gaps(current, batch)
     total = jnp.float32(0)

@@ -1,6 +1,8 @@
 """Models that several test files share: tiny, random, and with no field at its default."""
 
 import functools
+import json
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,3 +130,32 @@ def checkpoint(tmp_path_factory):
         return Checkpoint(folder, reference, config, params)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tiny_nano(tmp_path_factory):
+    """The bundled model's tokenizer around a model that compiles in a second."""
+    from rlx.assemble import checkpoint_folder
+
+    folder = tmp_path_factory.mktemp("tiny")
+    for file in checkpoint_folder("nano").iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def recipe(tiny_nano, tmp_path):
+    path = tmp_path / "tiny.yaml"
+    path.write_text(f"model:\n  path: {tiny_nano}\n")
+    return path

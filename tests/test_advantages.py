@@ -19,6 +19,7 @@ from rlx.advantages import (
     mixed,
     pair_order,
     reorder,
+    solved,
     whiten,
 )
 from rlx.algorithms import ALGORITHMS, TERMS
@@ -280,6 +281,14 @@ def test_every_component_of_the_reward_counts_the_same():
     rollout = rolled(parts.sum(axis=2), components=parts)
     advantages, _ = components_normalised(rollout, epsilon=0.0)
     np.testing.assert_allclose(advantages[:, 0], [0, 1.224745, -1.224745, 0], atol=1e-5)
+
+
+def test_unfound_groups_are_no_verdicts():
+    """Nothing is judged: the best of a mixed group is imitated. Taken for verdicts, the zeros of
+    places that were never filled would leave the term without a row."""
+    rewards = jnp.array([[0.2, 0.9], [NAN, NAN]])
+    rollout = rolled(rewards, correct=jnp.array([[NAN, NAN], [0.0, 0.0]]))
+    np.testing.assert_array_equal(solved(rollout)[0][:, 0], [0, 1, 0, 0])
 
 
 PREFERENCE = [n for n, row in (ALGORITHMS | TERMS).items() if row.unit == 2]

@@ -118,6 +118,18 @@ def test_no_heldout_prompt_is_trained_on_not_even_in_an_earlier_turn(tmp_path):
     assert (task.score, task.verdicts, task.pairs) == (None, False, None)
 
 
+def test_no_answer_of_a_heldout_conversation_is_trained_on(tmp_path):
+    """All its turns are measured: its first would be known by heart."""
+    rows = [
+        {"messages": [user("x"), assistant("1")]},
+        {"messages": [user("z"), assistant("3")]},
+        {"messages": [user("x"), assistant("1"), user("y"), assistant("2")]},
+    ]
+    task = load(seed=0, file=write(tmp_path / "a.jsonl", rows), heldout_size=1)
+    assert task.heldout_conversations == [rows[2]["messages"]]
+    assert task.conversations == [rows[1]["messages"]]
+
+
 def test_a_heldout_file_and_the_sizes(tmp_path):
     rows = [{"prompt": p, "completion": f"{p}!"} for p in "abcde"]
     file = write(tmp_path / "a.jsonl", rows)

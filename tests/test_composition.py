@@ -42,9 +42,9 @@ def faded_params(share):
 
 
 @functools.cache
-def collected():
+def collected(overlong_filter=False):
     """Made-up text of three groups; in the second all rewards are equal."""
-    base = plan("gspo", SAMPLE)
+    base = plan("gspo", SAMPLE)._replace(overlong_filter=overlong_filter)
     made = base._replace(learner=composed(tuple(WEIGHTS.values()), 4), old_logprobs="recompute")
     rng, prompts = np.random.default_rng(3), pool()
     lengths = rng.integers(1, 4, 12)
@@ -60,6 +60,8 @@ def collected():
         mask=jnp.asarray(mask),
         rewards=jnp.array([[0.0, 2.0, NAN, -1.0], [0.3] * 4, [1.0, 0.0, 5.0, 2.0]]),
         correct=jnp.array([[0.0, 1.0, NAN, 0.0], [0.0] * 4, [1.0, 0.0, 1.0, 0.0]]),
+        # The worst of the first group.
+        truncated=jnp.zeros(12, bool).at[3].set(True),
     )
     pending = pending._replace(rollout=rollout, kept=jnp.ones(3, bool))
     state = initial_state(faded_params(0.95), made.learner, jax.random.key(0))
@@ -161,6 +163,15 @@ def test_a_groups_pair_is_its_best_and_worst_and_equal_groups_have_none():
     # Text is imitated where it is right; in the third group the best row, and then row 0.
     right_rows = [[True, False, False, False], [False] * 4, [True, False, True, False]]
     np.testing.assert_array_equal(right.mask.any(axis=1).reshape(3, 4), right_rows)
+
+
+def test_a_pair_that_lost_a_row_to_the_filter_is_none():
+    """Its other row alone would be pushed up as if it had beaten a text of probability 1."""
+    whole, filtered = (collected(on).signals[NAMES.index("dpo")].mask for on in (False, True))
+    np.testing.assert_array_equal(whole.any(axis=1), [1, 1, *[0] * 6, 1, 1, 0, 0])
+    np.testing.assert_array_equal(filtered.any(axis=1), [*[0] * 8, 1, 1, 0, 0])
+    # The policy's own loss keeps the row.
+    assert collected(True).signals[0].mask[0].any()
 
 
 def test_pairs_without_a_difference_leave_the_mean():

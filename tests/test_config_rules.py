@@ -132,6 +132,51 @@ def test_a_setting_without_its_cause_is_refused(path, value, cause):
     load_training(None, [f"{path}={value}", cause])
 
 
+@pytest.mark.parametrize(
+    "overrides, path",
+    [
+        (["algorithm.name=ppo", "rollout.dynamic_sampling=true"], "rollout.dynamic_sampling"),
+        (["algorithm.name=reinforce_pp", "rollout.replay=4"], "rollout.replay"),
+    ],
+)
+def test_a_group_of_one_is_never_mixed(overrides, path):
+    """Every round would be drawn and every update skipped."""
+    assert f"{path}: expected unset" in refusal("batch.samples=1", *overrides)
+
+
+def test_replay_is_for_advantages_that_compare_a_group():
+    """Whitened over the batch, a group that is all right teaches; it would be overwritten."""
+    message = refusal("algorithm.name=reinforce_pp", "rollout.replay=4")
+    assert "compare no group" in message
+    load_training(None, ["algorithm.name=reinforce_pp_baseline", "rollout.replay=4"])
+
+
+@pytest.mark.parametrize(
+    "path, value",
+    [
+        ("loop.mode", "staged"),
+        ("sampling.temperature", "0.3"),
+        ("sampling.top_k", "4"),
+        ("eval.samples", "8"),
+        ("eval.greedy", "false"),
+        ("log.samples", "2"),
+    ],
+)
+def test_pairs_are_not_sampled(path, value):
+    given = ["task.name=preference", "task.file=a", "algorithm.name=dpo"]
+    assert f"{path}: expected unset" in refusal(*given, f"{path}={value}")
+
+
+def test_a_critic_of_its_own_has_no_coefficient():
+    message = refusal("algorithm.name=ppo", "critic.kind=model", "critic.coefficient=0.5")
+    assert "critic.coefficient: expected unset" in message
+
+
+def test_weights_of_a_verifier_that_is_not_asked_are_refused():
+    model = ["reward.source=model", "reward.model=a"]
+    assert "task.format_weight: expected unset" in refusal(*model, "task.format_weight=0.5")
+
+
 @pytest.mark.parametrize("setting", ["b1=0.5", "b2=0.5", "eps=1e-3", "weight_decay=0.1"])
 def test_sgd_has_no_moments(setting):
     assert setting.partition("=")[0] in refusal("optimizer.name=sgd", f"optimizer.{setting}")

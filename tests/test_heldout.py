@@ -15,11 +15,12 @@ from model.heads import completion_outputs, last_scores, with_value_head
 from model.qwen import Qwen, initialise
 from model.sample import Samples
 from model.tokenizer import load_tokenizer
-from rlx.assemble import Policy, RewardModel, checkpoint_folder
+from rlx.assemble import Policy, checkpoint_folder
 from rlx.config import load
 from rlx.heldout import Heldout, Scorer
 from rlx.heldout_text import HeldoutPairs, HeldoutTexts
 from rlx.rewards.score import Score
+from rlx.scorers import RewardModel
 from rlx.tasks import Task
 
 MODEL = Qwen(CONFIG)

@@ -123,6 +123,9 @@ def test_explained_variance_compares_with_the_mean_of_the_returns():
     assert foreseen([6.0, 7.0, 8.0, 0.0]) == pytest.approx(1.0)  # by variance: no matter the level
     assert foreseen([2.0, 2.0, 2.0, 0.0]) == pytest.approx(0.0)
     assert foreseen([3.0, 2.0, 1.0, 0.0]) == pytest.approx(-3.0)
+    # Equal returns have no variance: not -1e16, and not counted.
+    same = critic_metrics(jnp.array([[1.0, 2.0]]), jnp.ones((1, 2)), jnp.ones((1, 2), bool))
+    assert same["explained_variance"].count == 0.0
 
 
 SAMPLE = {"prompts": 4, "samples": 8, "max_new_tokens": 3, "overlong_buffer": 0}

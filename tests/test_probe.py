@@ -177,6 +177,17 @@ def test_solved_prompts_are_counted_from_the_probing_round():
     assert pending.solved.tolist() == expected
 
 
+def test_a_prompt_whose_other_samples_are_wrong_is_not_solved():
+    """Two right of the first two and none of the others: by the probing round alone it would be
+    retired at the next such visit."""
+    probed = chosen([[1, 1], [1, 1], [1, 1], [1, 1]], jnp.ones(6, jnp.int32))
+    others = scored([[0, 0], [1, 1]])
+    pending = complete_probed(TWO_OF_FOUR, pool(), probed, made_up(4, 1), others)
+    first, second = probed.draw.rows.tolist()
+    assert pending.solved[first] == 0
+    assert pending.solved[second] == 2
+
+
 def test_no_noise_is_used_twice(monkeypatch):
     """The keys that the two rounds hand to the sampler, of one prompt."""
     seen = []

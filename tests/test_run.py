@@ -1,7 +1,6 @@
 """The command line as a person uses it: whole runs of a tiny random model, in this process."""
 
 import json
-import shutil
 from pathlib import Path
 
 import chex
@@ -12,6 +11,7 @@ import pytest
 import torch
 import yaml
 from toy import quick_compilation  # noqa: F401
+from toy_run import lines, params_of, start
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import run
@@ -22,82 +22,7 @@ from model.qwen import Qwen, head_kernel
 from rlx.assemble import checkpoint_folder
 
 NANO = checkpoint_folder("nano")
-SMALL = {
-    "model.weights": "random",
-    "task.highest": "10",
-    "task.language": "brief",
-    "task.train_size": "64",
-    "task.heldout_size": "8",
-    "sampling.max_new_tokens": "24",
-    "sampling.max_prompt_tokens": "64",
-    "batch.prompts": "4",
-    "batch.samples": "4",
-    "batch.minibatches": "2",
-    # A random model solves nothing: what differs between its rewards is the length.
-    "rollout.overlong_buffer": "20",
-    "optimizer.learning_rate": "1e-3",
-    "eval.every": "0",
-    "eval.final_problems": "8",
-    "eval.greedy": "false",
-    "checkpoint.every": "0",
-    "log.tensorboard": "false",
-}
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """The bundled model's tokenizer around a model that compiles in a second."""
-    folder = tmp_path_factory.mktemp("tiny")
-    for file in NANO.iterdir():
-        if file.suffix != ".safetensors":
-            shutil.copy(file, folder)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-@pytest.fixture
-def recipe(tiny, tmp_path):
-    path = tmp_path / "tiny.yaml"
-    path.write_text(f"model:\n  path: {tiny}\n")
-    return path
-
-
-def arguments(recipe, folder, *changes):
-    """SMALL with changes: `key=value`, or `-key` for the default. Flags pass."""
-    settings = SMALL | {"run.dir": str(folder)}
-    flags = []
-    for change in changes:
-        if change.startswith("--"):
-            flags.append(change)
-        elif change.startswith("-"):
-            del settings[change[1:]]
-        else:
-            key, _, value = change.partition("=")
-            settings[key] = value
-    pairs = [f"{key}={value}" for key, value in settings.items()]
-    return ["--config", str(recipe), *flags, *pairs]
-
-
-def start(recipe, folder, *changes):
-    return run.main(arguments(recipe, folder, *changes))
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def params_of(folder):
-    return load_params(folder / "hf", read_config(folder / "hf"))
 
 
 def test_a_run_leaves_what_the_design_names(recipe, tmp_path):

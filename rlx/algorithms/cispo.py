@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from rlx.ops import clip_metrics, log_ratio
+from rlx.ops import log_ratio, mean, ratio_metrics
 from rlx.types import Metrics
 
 
@@ -26,5 +26,6 @@ def cispo(
 ) -> tuple[Float[Array, "B T"], Metrics]:
     """-sg[min(r, cap)] A log pi, per token (eq. 4)."""
     ratio = jax.lax.stop_gradient(jnp.exp(log_ratio(logprobs, old_logprobs)))
-    metrics = clip_metrics(ratio, advantages, mask, 1.0, cap - 1.0)
+    # The cap cuts a weight, whatever the advantage's sign.
+    metrics = {"clip/high": mean(ratio > cap, mask)} | ratio_metrics(ratio, mask)
     return -jnp.minimum(ratio, cap) * advantages * logprobs, metrics

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from rlx.ops import LOG_RATIO_LIMIT, log_ratio, mean
-from rlx.types import Largest, Metrics
+from rlx.ops import log_ratio, mean, ratio_metrics
+from rlx.types import Metrics
 
 
 def sapo(
@@ -30,12 +30,6 @@ def sapo(
     ratio = jnp.exp(log_ratio(logprobs, old_logprobs))
     tau = jnp.where(advantages > 0, tau_positive, tau_negative)
     gate = jax.nn.sigmoid(tau * (ratio - 1.0))
-    limit = jnp.exp(LOG_RATIO_LIMIT)
-    metrics = {
-        # The gradient's share of that at r = 1: 1 where nothing fades.
-        "gate": mean(4.0 * gate * (1.0 - gate) * ratio, mask),
-        "ratio/mean": mean(ratio, mask),
-        "ratio/max": Largest(jnp.max(jnp.where(mask, ratio, -jnp.inf))),
-        "ratio/clamped": mean((ratio >= limit) | (ratio <= 1.0 / limit), mask),
-    }
-    return -4.0 / tau * gate * advantages, metrics
+    # The gradient's share of that at r = 1: 1 where nothing fades.
+    share = mean(4.0 * gate * (1.0 - gate) * ratio, mask)
+    return -4.0 / tau * gate * advantages, {"gate": share} | ratio_metrics(ratio, mask)

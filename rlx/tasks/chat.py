@@ -48,7 +48,8 @@ def load(
     """Conversations to train on and held-out ones, and the prompts of their last answers as rows.
 
     `heldout_size` counts prompts: those of `heldout_file`, or the last distinct ones of `file`.
-    No conversation is trained on that has a held-out prompt before any of its answers.
+    No conversation is trained on that has, before any of its answers, a prompt that a held-out one
+    has before any of its own.
     `train_size` counts conversations; 0 takes all. `system` is put first where there is no system
     message. Nothing depends on the seed.
 
@@ -63,10 +64,12 @@ def load(
         other = source
         named = set_apart((chat.prompt for chat in source), heldout_size, file)
     kept = dict(islice(named.items(), heldout_size))
-    free = [chat for chat in source if not any(prompt_key(p) in named for p in prompts_of(chat))]
+    heldout = [chat for chat in other if prompt_key(chat.prompt) in kept]
+    # All turns of a held-out conversation are measured, not its last alone.
+    apart = {*named, *(prompt_key(p) for chat in heldout for p in prompts_of(chat))}
+    free = [chat for chat in source if not any(prompt_key(p) in apart for p in prompts_of(chat))]
     if not free:
         raise BadInput(f"All conversations of {file} have held-out prompts; none is left to train.")
-    heldout = [chat for chat in other if prompt_key(chat.prompt) in kept]
     notes = []
     if left := len(source) - len(free) - (0 if heldout_file else len(heldout)):
         notes.append(
