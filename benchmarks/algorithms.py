@@ -19,6 +19,7 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+
 from runs import ROOT, curve, run
 
 NAMES = (
@@ -80,12 +81,23 @@ def draw(found: dict[str, dict]) -> None:
     for axis, shown in zip(axes.flat, found, strict=False):
         for name, runs in found.items():
             mine = name == shown
+            colour, order = ("tab:blue", 2) if mine else ("0.85", 1)
+            scores = [100 * value for value in runs["pass@1"]]
+            # Before and after are of more problems than the others, so that no line joins them.
+            inner = slice(1, -1)
             axis.plot(
-                runs["steps"],
-                [100 * value for value in runs["pass@1"]],
-                color="tab:blue" if mine else "0.85",
+                runs["steps"][inner],
+                scores[inner],
+                color=colour,
                 linewidth=1.8 if mine else 0.8,
-                zorder=2 if mine else 1,
+                zorder=order,
+            )
+            axis.scatter(
+                runs["steps"][:: len(scores) - 1],
+                scores[:: len(scores) - 1],
+                9,
+                colour,
+                zorder=order,
             )
         axis.set_title(shown, fontsize=9)
         axis.tick_params(labelsize=8)
