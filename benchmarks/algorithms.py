@@ -19,8 +19,7 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
-
-from runs import ROOT, curve, run
+from recipes import ROOT, curve, run
 
 NAMES = (
     *("ppo", "ppo_dual_clip", "grpo", "dr_grpo", "dapo", "gspo", "gspo_token", "rloo"),

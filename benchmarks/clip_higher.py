@@ -18,7 +18,7 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
-from runs import ROOT, curve, run
+from recipes import ROOT, curve, run
 
 FIGURE = ROOT / "docs" / "figures" / "clip_higher.svg"
 

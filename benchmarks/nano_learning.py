@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 
-from runs import run
+from recipes import run
 
 
 def over_seeds(values: list[float]) -> dict[str, float]:
