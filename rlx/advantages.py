@@ -52,11 +52,11 @@ def group_deviation(rewards: Float[Array, "N G"], ddof: int) -> Float[Array, "N 
     return jnp.sqrt(jnp.sum(centred**2, axis=1, keepdims=True) / jnp.maximum(count - ddof, 1))
 
 
-def mixed(rewards: Float[Array, "N G"]) -> Bool[Array, " N"]:
-    """True where a group's scored rewards differ: max > min, no tolerance of a std."""
+def mixed(rewards: Float[Array, "N G"], tolerance: float = 0.0) -> Bool[Array, " N"]:
+    """True where a group's scored rewards differ: max - min > tolerance, no threshold of a std."""
     scored = jnp.isfinite(rewards)
     highest = jnp.max(jnp.where(scored, rewards, -jnp.inf), axis=1)
-    return highest > jnp.min(jnp.where(scored, rewards, jnp.inf), axis=1)
+    return highest - jnp.min(jnp.where(scored, rewards, jnp.inf), axis=1) > tolerance
 
 
 def gae(

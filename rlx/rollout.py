@@ -13,6 +13,9 @@ from rlx.advantages import mixed
 from rlx.algorithms.dapo import informative, overlong_penalty
 from rlx.types import Largest, Mean, Metrics, Rollout, Smallest
 
+SPREAD = 1e-8
+"""Rewards of a group that differ by more stand for a mixed verdict where there are no verdicts."""
+
 
 class Prompts(NamedTuple):
     """The task's tokenised pool, on device."""
@@ -297,7 +300,7 @@ def worth(sampling: Sampling, rollout: Rollout, rewards: Float[Array, "N G"]) ->
     never by a reward shaped by length."""
     if sampling.verdicts:
         return informative(rollout.correct)
-    return spread(jnp.where(jnp.isfinite(rollout.rewards), rewards, jnp.nan))
+    return mixed(jnp.where(jnp.isfinite(rollout.rewards), rewards, jnp.nan), SPREAD)
 
 
 def count_solved(
@@ -307,14 +310,6 @@ def count_solved(
     if solved is None:
         return None
     return solved.at[rows].set(jnp.where(jnp.all(correct == 1, axis=1), solved[rows] + 1, 0))
-
-
-def spread(rewards: Float[Array, "N G"]) -> Bool[Array, " N"]:
-    """max - min > 1e-8 of the scored rows: what stands for informative where nothing is right or
-    wrong."""
-    scored = jnp.isfinite(rewards)
-    highest = jnp.max(jnp.where(scored, rewards, -jnp.inf), axis=1)
-    return highest - jnp.min(jnp.where(scored, rewards, jnp.inf), axis=1) > 1e-8
 
 
 def measure(sampling: Sampling, rollout: Rollout, finite: Bool[Array, " B"]) -> Metrics:
