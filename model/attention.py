@@ -1,16 +1,30 @@
-"""Attention: rotary phases, the causal mask, whole rows, and one new token against its caches.
+"""Attention over whole rows, rotary phases, and what every kind of attention is.
 
 Letters: B rows, S columns, H query heads, K key-value heads, d width of a head, R = H / K.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 MASKED = -1e30
 """Finite, so that a padding query, which sees no key, gives garbage and not NaN."""
+
+
+@runtime_checkable
+class Context(Protocol):
+    """What the tokens of one forward pass may see, in one layer."""
+
+    def attend(
+        self,
+        query: Float[Array, "B S H d"],
+        key: Float[Array, "B S K d"],
+        value: Float[Array, "B S K d"],
+    ) -> tuple[Float[Array, "B S H d"], PyTree]:
+        """What each token takes from the tokens that it sees, and what the layer leaves behind."""
+        ...
 
 
 def rotary_phases(
@@ -74,67 +88,10 @@ def attend(
     return mixed.reshape(rows, columns, heads, width)
 
 
-class Cache(NamedTuple):
-    """One layer's keys and values while decoding: the prompt's once a prompt, the rest a row.
+class WholeRows(NamedTuple):
+    """Whole rows, which see nothing but themselves; a layer leaves its keys and values."""
 
-    Keys lie transposed, so that the scores are plain matrix products.
-    """
+    mask: Bool[Array, "B S S"]
 
-    prompt_keys: Float[Array, "N K d P"]
-    prompt_values: Float[Array, "N K P d"]
-    prompt_mask: Bool[Array, "N P"]
-    keys: Float[Array, "B K d T"]
-    values: Float[Array, "B K T d"]
-    length: Int[Array, ""]
-    """Columns of `keys` that are filled, the same for all rows."""
-
-
-def attend_cached(
-    query: Float[Array, "B 1 H d"],
-    key: Float[Array, "B 1 K d"],
-    value: Float[Array, "B 1 K d"],
-    cache: Cache,
-) -> tuple[Float[Array, "B 1 H d"], Cache]:
-    """Attention of one new token a row: to its prompt, to its own past and to itself.
-
-    Row b belongs to prompt b // G. The new key and value are written at column `length`.
-    """
-    rows, _, heads, width = query.shape
-    kv_heads = key.shape[2]
-    prompts, _, _, prompt_width = cache.prompt_keys.shape
-    repeats = heads // kv_heads
-    group = rows // prompts
-
-    at = cache.length
-    keys = jax.lax.dynamic_update_slice(cache.keys, key.transpose(0, 2, 3, 1), (0, 0, 0, at))
-    values = jax.lax.dynamic_update_slice(cache.values, value.transpose(0, 2, 1, 3), (0, 0, at, 0))
-
-    own_query = query.reshape(rows, kv_heads, repeats, width)
-    own = jnp.einsum("bkrd,bkdt->bkrt", own_query, keys, preferred_element_type=jnp.float32)
-    own = jnp.where(jnp.arange(keys.shape[-1]) <= at, own, MASKED)
-
-    # The G rows of a prompt become rows of one matrix, so its keys are read once.
-    shared_query = query.reshape(prompts, group, kv_heads, repeats, width)
-    shared_query = shared_query.transpose(0, 2, 1, 3, 4).reshape(prompts, kv_heads, -1, width)
-    shared = jnp.einsum(
-        "nkmd,nkdp->nkmp", shared_query, cache.prompt_keys, preferred_element_type=jnp.float32
-    )
-    shared = jnp.where(cache.prompt_mask[:, None, None], shared, MASKED)
-    shared = shared.reshape(prompts, kv_heads, group, repeats, prompt_width)
-    shared = shared.transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, repeats, prompt_width)
-
-    scores = jnp.concatenate([shared, own], axis=-1) * width**-0.5
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    own_weights = weights[..., prompt_width:]
-    shared_weights = weights[..., :prompt_width].reshape(
-        prompts, group, kv_heads, repeats, prompt_width
-    )
-    shared_weights = shared_weights.transpose(0, 2, 1, 3, 4)
-    shared_weights = shared_weights.reshape(prompts, kv_heads, group * repeats, prompt_width)
-    from_prompt = jnp.einsum("nkmp,nkpd->nkmd", shared_weights, cache.prompt_values)
-    from_prompt = from_prompt.reshape(prompts, kv_heads, group, repeats, width)
-    from_prompt = from_prompt.transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, repeats, width)
-    mixed = from_prompt + jnp.einsum("bkrt,bktd->bkrd", own_weights, values)
-    return mixed.reshape(rows, 1, heads, width), cache._replace(
-        keys=keys, values=values, length=at + 1
-    )
+    def attend(self, query, key, value):
+        return attend(query, key, value, self.mask), (key, value)

@@ -1,7 +1,6 @@
 """The policy network: Qwen2, Qwen3 and Llama as one pre-norm block, from embedding to final norm.
 
-    hidden = Qwen(config).apply({"params": params}, tokens, positions)           # whole rows
-    hidden, caches = decode(config, unstack(params), tokens, positions, caches)  # a token a row
+    hidden = Qwen(config).apply({"params": params}, tokens, positions)
 
 Parameters carry logical axis names (`nn.get_partition_spec` of an abstract `init` lists them);
 the trees that the rest of the code handles are unboxed. Layers are stacked on their first axis.
@@ -14,9 +13,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
-from model.attention import Cache, attend, attend_cached, causal_mask, rotary_phases, rotate
+from model.attention import Context, WholeRows, causal_mask, rotary_phases, rotate
 from model.config import ModelConfig
 
 INITIAL_SCALE = 0.02
@@ -70,12 +69,9 @@ class Attention(nn.Module):
         self,
         x: Float[Array, "B S D"],
         positions: Int[Array, "B S"],
-        context: Bool[Array, "B S S"] | Cache,
-    ) -> tuple[Float[Array, "B S D"], Cache | tuple[Float[Array, "..."], Float[Array, "..."]]]:
-        """`context` is a mask over whole rows, or the layer's cache for one new token a row.
-
-        Returns the output, and the new cache or, for whole rows, their keys and values.
-        """
+        context: Context,
+    ) -> tuple[Float[Array, "B S D"], PyTree]:
+        """The output, and what the context leaves behind: keys and values, or a new cache."""
         c = self.config
         axes, kv_axes = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim")
         shape = (c.hidden_size, c.num_heads, c.head_dim)
@@ -88,10 +84,7 @@ class Attention(nn.Module):
             key = RMSNorm(c.norm_epsilon, "head_dim", name="k_norm")(key)
         phases = rotary_phases(positions, c.head_dim, c.rope_theta)
         query, key = rotate(query, phases), rotate(key, phases)
-        if isinstance(context, Cache):
-            mixed, kept = attend_cached(query, key, value, context)
-        else:
-            mixed, kept = attend(query, key, value, context), (key, value)
+        mixed, kept = context.attend(query, key, value)
         out = Projection(
             (c.num_heads, c.head_dim, c.hidden_size),
             ("heads", "head_dim", "embed"),
@@ -165,7 +158,7 @@ class Qwen(nn.Module):
             unroll=self.unroll,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
-        x, _ = layers(c, name="layers")(x, positions, causal_mask(positions))
+        x, _ = layers(c, name="layers")(x, positions, WholeRows(causal_mask(positions)))
         if self.is_initializing() and not c.tie_embeddings:
             shape = (c.hidden_size, c.vocab_size)
             Projection(shape, ("embed", "vocab"), name="lm_head")(x)
@@ -185,14 +178,6 @@ def head_kernel(config: ModelConfig, params: PyTree) -> Float[Array, "D V"]:
     return params["lm_head"]["kernel"]
 
 
-def unstack(params: PyTree) -> PyTree:
-    """The same parameters with a list of layers: done once, before a decode loop, so that no
-    step of it slices a stacked array."""
-    count = jax.tree.leaves(params["layers"])[0].shape[0]
-    layers = [jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(count)]
-    return params | {"layers": layers}
-
-
 def cast(params: PyTree, dtype: DTypeLike) -> PyTree:
     """Parameters in the compute dtype: once a rollout instead of once a step of it.
 
@@ -206,53 +191,3 @@ def cast(params: PyTree, dtype: DTypeLike) -> PyTree:
         return value if kept else value.astype(dtype)
 
     return jax.tree_util.tree_map_with_path(leaf, params)
-
-
-def _unrolled(config, params, tokens, positions, contexts, dtype):
-    x = params["embed"]["embedding"][tokens].astype(dtype)
-    kept = []
-    for layer, context in zip(params["layers"], contexts, strict=True):
-        x, new = Block(config).apply({"params": layer}, x, positions, context)
-        kept.append(new)
-    return RMSNorm(config.norm_epsilon, "embed").apply({"params": params["norm"]}, x), kept
-
-
-def prefill(
-    config: ModelConfig,
-    params: PyTree,
-    tokens: Int[Array, "N P"],
-    positions: Int[Array, "N P"],
-    *,
-    samples: int,
-    columns: int,
-    dtype: DTypeLike = jnp.float32,
-) -> list[Cache]:
-    """One cache a layer: the N prompts' keys and values, and room for `columns` tokens in each
-    of the `samples` rows a prompt. `params` are unstacked."""
-    masks = [causal_mask(positions)] * config.num_layers
-    _, kept = _unrolled(config, params, tokens, positions, masks, dtype)
-    rows = tokens.shape[0] * samples
-    shape = (rows, config.num_kv_heads, config.head_dim, columns)
-    return [
-        Cache(
-            prompt_keys=key.transpose(0, 2, 3, 1),
-            prompt_values=value.transpose(0, 2, 1, 3),
-            prompt_mask=positions >= 0,
-            keys=jnp.zeros(shape, dtype),
-            values=jnp.zeros((*shape[:2], columns, config.head_dim), dtype),
-            length=jnp.int32(0),
-        )
-        for key, value in kept
-    ]
-
-
-def decode(
-    config: ModelConfig,
-    params: PyTree,
-    tokens: Int[Array, "B 1"],
-    positions: Int[Array, "B 1"],
-    caches: list[Cache],
-    dtype: DTypeLike = jnp.float32,
-) -> tuple[Float[Array, "B 1 D"], list[Cache]]:
-    """Hidden states of one new token a row, and the caches with it. `params` are unstacked."""
-    return _unrolled(config, params, tokens, positions, caches, dtype)

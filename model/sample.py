@@ -14,9 +14,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from model.config import ModelConfig
+from model.decode import decode, prefill, unstack
 from model.errors import BadInput
 from model.heads import logits
-from model.qwen import cast, decode, head_kernel, prefill, unstack
+from model.qwen import cast, head_kernel
 
 BLOCK = 128
 """Tokens that a draw takes together at first."""
