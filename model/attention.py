@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from model.product import product
+
 MASKED = -1e30
 """Finite, so that a padding query, which sees no key, gives garbage and not NaN."""
 
@@ -62,27 +64,25 @@ def causal_mask(positions: Int[Array, "B S"]) -> Bool[Array, "B S S"]:
 
 def attend(
     query: Float[Array, "B S H d"],
-    key: Float[Array, "B S K d"],
-    value: Float[Array, "B S K d"],
-    mask: Bool[Array, "B S S"],
+    key: Float[Array, "B s K d"],
+    value: Float[Array, "B s K d"],
+    mask: Bool[Array, "B S s"],
 ) -> Float[Array, "B S H d"]:
-    """Softmax attention of whole rows; scores and softmax in float32."""
+    """Softmax attention of S columns to s columns; scores and softmax in float32."""
     rows, columns, heads, width = query.shape
-    kv_heads = key.shape[2]
+    seen, kv_heads = key.shape[1:3]
     repeats = heads // kv_heads
     # The queries that share a key head become rows of one matrix.
     query = query.reshape(rows, columns, kv_heads, repeats, width).transpose(0, 2, 3, 1, 4)
     query = query.reshape(rows, kv_heads, repeats * columns, width)
-    scores = jnp.einsum("bkqd,btkd->bkqt", query, key, preferred_element_type=jnp.float32)
-    scores = scores.reshape(rows, kv_heads, repeats, columns, columns) * width**-0.5
+    scores = product(query, key.transpose(0, 2, 3, 1), key.dtype)
+    scores = scores.reshape(rows, kv_heads, repeats, columns, seen) * width**-0.5
     scores = jnp.where(mask[:, None, None], scores, MASKED)
-    # A softmax whose division comes after the product with the values: one pass less over S x S.
+    # A softmax whose division comes after the product with the values: one pass less over S x s.
     weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
-    weights = weights.reshape(rows, kv_heads, repeats * columns, columns)
+    weights = weights.reshape(rows, kv_heads, repeats * columns, seen)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    mixed = jnp.einsum(
-        "bkqt,btkd->bkqd", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
-    )
+    mixed = product(weights, value.transpose(0, 2, 1, 3), value.dtype)
     mixed = (mixed / total).astype(value.dtype)
     mixed = mixed.reshape(rows, kv_heads, repeats, columns, width).transpose(0, 3, 1, 2, 4)
     return mixed.reshape(rows, columns, heads, width)

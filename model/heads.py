@@ -10,11 +10,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from model.attention import MASKED
 from model.config import ModelConfig
+from model.product import product
 from model.qwen import Qwen, head_kernel
+from model.stream import Places, Stream
 
 CHUNK_LOGITS = 2**24
 """Logits that exist at a time: 64 MiB in float32, and as much again on the way back."""
@@ -32,11 +35,18 @@ class Outputs(NamedTuple):
 
 
 def logits(
-    config: ModelConfig, kernel: Float[Array, "D V"], hidden: Float[Array, "*batch D"]
+    config: ModelConfig,
+    kernel: Float[Array, "D V"],
+    hidden: Float[Array, "*batch D"],
+    dtype: DTypeLike | None = None,
 ) -> Float[Array, "*batch V"]:
-    """Float32 logits. Ids that are no token of the tokenizer have no probability."""
-    kernel = kernel.astype(hidden.dtype)
-    out = jnp.einsum("...d,dv->...v", hidden, kernel, preferred_element_type=jnp.float32)
+    """Float32 logits. Ids that are no token of the tokenizer have no probability.
+
+    `dtype` is that of the product's factors (None: as the hidden states).
+    """
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    out = product(rows, kernel, jnp.dtype(dtype or hidden.dtype))
+    out = out.reshape(*hidden.shape[:-1], -1)
     if config.num_tokens is None:
         return out
     return jnp.where(jnp.arange(config.vocab_size) < config.num_tokens, out, MASKED)
@@ -48,28 +58,47 @@ def token_logprobs(
     hidden: Float[Array, "B T D"],
     targets: Int[Array, "B T"],
     temperature: float | Float[Array, ""] = 1.0,
+    *,
+    needed: Bool[Array, "B T"] | None = None,
+    dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Log-probability of each target, and the entropy, of the softmax at `temperature`.
 
-    The tokens pass in chunks; each chunk's logits are computed again on the way back.
+    The tokens pass in chunks; each chunk's logits are computed again on the way back. A chunk
+    without a `needed` token costs nothing and gives zeros. `dtype` is that of the product's factors
+    (None: as the hidden states).
     """
     shape, width = targets.shape, hidden.shape[-1]
     count = targets.size
-    chunk = max(1, min(count, CHUNK_TOKENS, CHUNK_LOGITS // config.vocab_size))
-    padding = -count % chunk
-    hidden = jnp.pad(hidden.reshape(count, width), ((0, padding), (0, 0)))
-    targets = jnp.pad(targets.reshape(count), (0, padding))
+    chunks = -(-count // max(1, min(CHUNK_TOKENS, CHUNK_LOGITS // config.vocab_size)))
+    chunk = -(-count // chunks)
+    padding = chunks * chunk - count
+
+    def cut(x):
+        return jnp.pad(x, ((0, padding), *[(0, 0)] * (x.ndim - 1))).reshape(
+            chunks, chunk, *x.shape[1:]
+        )
 
     @jax.checkpoint
-    def of_chunk(pair):
-        scaled = logits(config, kernel, pair[0]) / temperature
+    def of_chunk(hidden, targets):
+        scaled = logits(config, kernel, hidden, dtype) / temperature
         log_total = jax.nn.logsumexp(scaled, axis=-1)
-        chosen = jnp.take_along_axis(scaled, pair[1][:, None], axis=-1)[:, 0]
+        chosen = jnp.take_along_axis(scaled, targets[:, None], axis=-1)[:, 0]
         expected = jnp.sum(jnp.exp(scaled - log_total[:, None]) * scaled, axis=-1)
         return chosen - log_total, log_total - expected
 
-    chunks = (hidden.reshape(-1, chunk, width), targets.reshape(-1, chunk))
-    logprobs, entropy = jax.lax.map(of_chunk, chunks)
+    pieces = (cut(hidden.reshape(count, width)), cut(targets.reshape(count)))
+    if needed is None:
+        logprobs, entropy = jax.lax.map(lambda piece: of_chunk(*piece), pieces)
+    else:
+        used = jnp.any(cut(needed.reshape(count)), axis=1)
+        nothing = jnp.zeros(chunk, jnp.float32)
+        logprobs, entropy = jax.lax.map(
+            lambda piece: jax.lax.cond(
+                piece[0], of_chunk, lambda *_: (nothing, nothing), *piece[1:]
+            ),
+            (used, *pieces),
+        )
     return logprobs.reshape(-1)[:count].reshape(shape), entropy.reshape(-1)[:count].reshape(shape)
 
 
@@ -88,10 +117,44 @@ def completion_outputs(
     hidden = model.apply({"params": params}, tokens, positions)[:, -width - 1 :]
     kernel = head_kernel(model.config, params)
     targets = tokens[:, -width:]
-    logprobs, entropy = token_logprobs(model.config, kernel, hidden[:, :-1], targets, temperature)
+    logprobs, entropy = token_logprobs(
+        model.config, kernel, hidden[:, :-1], targets, temperature, dtype=model.dtype
+    )
     has_head = "value_head" in params
     values = head_values(params, hidden) if has_head else jnp.zeros(hidden.shape[:2], jnp.float32)
     return Outputs(logprobs, entropy, values)
+
+
+def stream_outputs(
+    model: Qwen,
+    params: PyTree,
+    stream: Stream,
+    places: Places,
+    width: int,
+    temperature: float | Float[Array, ""] = 1.0,
+) -> Outputs:
+    """`completion_outputs` of the rows of a stream. Beyond a row's end stands garbage; the value
+    after its last token only where the row is laid out with one token more."""
+    context = stream.context
+    hidden = model.apply({"params": params}, stream.tokens, stream.positions, context)
+    logprobs, entropy = token_logprobs(
+        model.config,
+        head_kernel(model.config, params),
+        hidden,
+        stream.targets,
+        temperature,
+        needed=stream.predicts,
+        dtype=model.dtype,
+    )
+    columns = places.starts[:, None] + jnp.arange(width + 1)
+    columns = jnp.minimum(columns, stream.tokens.size - 1)
+
+    def by_row(x):
+        return x.reshape(-1)[columns]
+
+    has_head = "value_head" in params
+    values = head_values(params, hidden) if has_head else jnp.zeros(hidden.shape[:2], jnp.float32)
+    return Outputs(by_row(logprobs)[:, :-1], by_row(entropy)[:, :-1], by_row(values))
 
 
 def with_value_head(config: ModelConfig, params: PyTree) -> PyTree:

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from model.attention import Context, WholeRows, causal_mask, rotary_phases, rotate
 from model.config import ModelConfig
+from model.product import product
 
 INITIAL_SCALE = 0.02
 
@@ -42,6 +43,7 @@ class Projection(nn.Module):
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
+    dtype: DTypeLike
     bias: bool = False
     inputs: int = 1
 
@@ -49,11 +51,12 @@ class Projection(nn.Module):
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         normal = nn.initializers.normal(INITIAL_SCALE)
         init = nn.with_logical_partitioning(normal, self.axes)
-        kernel = self.param("kernel", init, self.shape, jnp.float32).astype(x.dtype)
+        kernel = self.param("kernel", init, self.shape, jnp.float32)
         batch, out = x.shape[: -self.inputs], self.shape[self.inputs :]
         width = math.prod(self.shape[: self.inputs])
         # One plain matrix product: on CPU its backward pass is half as long again as an einsum.
-        y = (x.reshape(-1, width) @ kernel.reshape(width, -1)).reshape(*batch, *out)
+        y = product(x.reshape(-1, width), kernel.reshape(width, -1), self.dtype)
+        y = y.astype(x.dtype).reshape(*batch, *out)
         if self.bias:
             axes = self.axes[self.inputs :]
             init = nn.with_logical_partitioning(nn.initializers.zeros, axes)
@@ -63,6 +66,7 @@ class Projection(nn.Module):
 
 class Attention(nn.Module):
     config: ModelConfig
+    dtype: DTypeLike
 
     @nn.compact
     def __call__(
@@ -76,81 +80,100 @@ class Attention(nn.Module):
         axes, kv_axes = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim")
         shape = (c.hidden_size, c.num_heads, c.head_dim)
         kv_shape = (c.hidden_size, c.num_kv_heads, c.head_dim)
-        query = Projection(shape, axes, c.qkv_bias, name="q_proj")(x)
-        key = Projection(kv_shape, kv_axes, c.qkv_bias, name="k_proj")(x)
-        value = Projection(kv_shape, kv_axes, c.qkv_bias, name="v_proj")(x)
+        query = Projection(shape, axes, self.dtype, c.qkv_bias, name="q_proj")(x)
+        key = Projection(kv_shape, kv_axes, self.dtype, c.qkv_bias, name="k_proj")(x)
+        value = Projection(kv_shape, kv_axes, self.dtype, c.qkv_bias, name="v_proj")(x)
         if c.qk_norm:
             query = RMSNorm(c.norm_epsilon, "head_dim", name="q_norm")(query)
             key = RMSNorm(c.norm_epsilon, "head_dim", name="k_norm")(key)
         phases = rotary_phases(positions, c.head_dim, c.rope_theta)
         query, key = rotate(query, phases), rotate(key, phases)
-        mixed, kept = context.attend(query, key, value)
+        mixed, kept = context.attend(*(part.astype(self.dtype) for part in (query, key, value)))
         out = Projection(
             (c.num_heads, c.head_dim, c.hidden_size),
             ("heads", "head_dim", "embed"),
+            self.dtype,
             c.output_bias,
             inputs=2,
             name="o_proj",
         )
-        return out(mixed), kept
+        return out(mixed.astype(x.dtype)), kept
 
 
 class FeedForward(nn.Module):
     """SwiGLU. https://arxiv.org/abs/2002.05202 (eq. 6)"""
 
     config: ModelConfig
+    dtype: DTypeLike
 
     @nn.compact
     def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         c = self.config
         shape, axes = (c.hidden_size, c.intermediate_size), ("embed", "mlp")
-        gate = Projection(shape, axes, name="gate_proj")(x)
-        up = Projection(shape, axes, name="up_proj")(x)
-        return Projection(shape[::-1], axes[::-1], name="down_proj")(nn.silu(gate) * up)
+        gate = Projection(shape, axes, self.dtype, name="gate_proj")(x)
+        up = Projection(shape, axes, self.dtype, name="up_proj")(x)
+        down = Projection(shape[::-1], axes[::-1], self.dtype, name="down_proj")
+        return down(nn.silu(gate) * up)
 
 
 class Block(nn.Module):
     config: ModelConfig
+    dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(self, x, positions, context):
         c = self.config
         norm = functools.partial(RMSNorm, c.norm_epsilon, "embed")
-        mixed, kept = Attention(c, name="attention")(
-            norm(name="attention_norm")(x), positions, context
-        )
+        attention = Attention(c, self.dtype, name="attention")
+        mixed, kept = attention(norm(name="attention_norm")(x), positions, context)
         x = x + mixed
-        return x + FeedForward(c, name="mlp")(norm(name="mlp_norm")(x)), kept
+        return x + FeedForward(c, self.dtype, name="mlp")(norm(name="mlp_norm")(x)), kept
+
+
+REMAT = {
+    "block": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+"""What a block keeps for the way back: its input alone, or also what its projections gave."""
 
 
 class Qwen(nn.Module):
-    """Whole rows to hidden states after the final norm."""
+    """Tokens to hidden states after the final norm: whole rows, or what `context` says."""
 
     config: ModelConfig
     dtype: DTypeLike = jnp.float32
-    """In which activations are computed; parameters keep theirs, norms and softmax float32."""
-    remat: bool = False
-    """Recompute each block's activations on the way back instead of keeping them."""
+    """Of the factors of matrix products, which add up in float32. Parameters keep theirs."""
+    activations: DTypeLike | None = None
+    """Of what lies between products (None: as `dtype`). On CPU float32, which is fast there; norms
+    and softmax are float32 in any case."""
+    remat: str = "none"
+    """Or one of REMAT: what is computed again on the way back instead of being kept."""
     unroll: int = 1
     """Layers an iteration of the scan over layers. All of them where stacking their activations
     costs more than compiling each layer: a third of an update on CPU."""
 
     @nn.compact
     def __call__(
-        self, tokens: Int[Array, "B S"], positions: Int[Array, "B S"]
+        self,
+        tokens: Int[Array, "B S"],
+        positions: Int[Array, "B S"],
+        context: Context | None = None,
     ) -> Float[Array, "B S D"]:
         c = self.config
         normal = nn.initializers.normal(INITIAL_SCALE)
         x = nn.Embed(
             c.vocab_size,
             c.hidden_size,
-            dtype=self.dtype,
+            dtype=self.activations or self.dtype,
             embedding_init=nn.with_logical_partitioning(normal, ("vocab", "embed")),
             name="embed",
         )(tokens)
-        layers = nn.scan(
+        block = Block
+        if self.remat != "none":
             # Inside a scan XLA can't merge the recomputation with the first pass anyway.
-            nn.remat(Block, prevent_cse=False) if self.remat else Block,
+            block = nn.remat(Block, prevent_cse=False, policy=REMAT[self.remat])
+        layers = nn.scan(
+            block,
             variable_axes={"params": 0},
             split_rngs={"params": True},
             in_axes=(nn.broadcast, nn.broadcast),
@@ -158,10 +181,11 @@ class Qwen(nn.Module):
             unroll=self.unroll,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
-        x, _ = layers(c, name="layers")(x, positions, WholeRows(causal_mask(positions)))
+        context = WholeRows(causal_mask(positions)) if context is None else context
+        x, _ = layers(c, self.dtype, name="layers")(x, positions, context)
         if self.is_initializing() and not c.tie_embeddings:
             shape = (c.hidden_size, c.vocab_size)
-            Projection(shape, ("embed", "vocab"), name="lm_head")(x)
+            Projection(shape, ("embed", "vocab"), self.dtype, name="lm_head")(x)
         return RMSNorm(c.norm_epsilon, "embed", name="norm")(x)
 
 

@@ -1,11 +1,18 @@
-"""The sampler: each prompt is prefilled once, its samples are decoded together, in one program.
+"""The sampler: prompts are prefilled once, their samples decoded side by side, in one program.
+
+    slot      a place in the batch that is decoded; it holds one row after another, or one for good
+    age       tokens that a slot's row has
+    step      one more token in each slot, written at the same column of every slot's cache
+
+As a row's columns are its last `age` ones, wherever in the cache they lie, a slot can begin a new
+row at any step: the cache is a ring. Where each row has a slot of its own (training's case), all
+rows are of one age, and the cache begins narrow and is widened as they grow.
 
 A log-probability is that of the full softmax at the sampling temperature, whatever filters the
-draw went through. The filters act in this order, each on what the former left: temperature,
-top-k, top-p, min-p.
+draw went through.
 """
 
-import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -14,24 +21,20 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from model.config import ModelConfig
-from model.decode import decode, prefill, unstack
+from model.decode import Cache, Prompt, Visible, decode, prefill, prepare, room, widened
+from model.draw import Drawn, Filters, draw_token
 from model.errors import BadInput
 from model.heads import logits
-from model.qwen import cast, head_kernel
+from model.qwen import head_kernel
 
-BLOCK = 128
-"""Tokens that a draw takes together at first."""
+STRIDE = 4
+"""Steps between two looks at what has finished: to stop, or to give a slot its next row."""
 
+WIDTHS = 4
+"""Widths that a cache goes through, each a loop to be compiled."""
 
-class Filters(NamedTuple):
-    """Which tokens may be drawn. They serve evaluation and generation, never training."""
-
-    top_k: Int[Array, ""] | int = 0
-    """Keep the k likeliest; 0 keeps all."""
-    top_p: Float[Array, ""] | float = 1.0
-    """Keep a token where the mass of the likelier ones is below p; the likeliest always."""
-    min_p: Float[Array, ""] | float = 0.0
-    """Keep a token whose probability is at least this share of the likeliest's."""
+NARROWEST = 32
+"""Columns of the narrowest cache."""
 
 
 class Samples(NamedTuple):
@@ -43,6 +46,52 @@ class Samples(NamedTuple):
     """Ended by the length limit, not by a stop token."""
     finite: Bool[Array, " B"]
     """False where the logits held a NaN or an infinity: such a row is no sample."""
+    slot_steps: Int[Array, ""]
+    """Slots x steps: the tokens that could have been sampled at this cost."""
+
+
+class Log(NamedTuple):
+    """What was drawn, a line a step. Rows find theirs at the end: no step scatters."""
+
+    drawn: Drawn
+    row: Int[Array, "steps slots"]
+    """Whose token it is; -1 if nobody's."""
+
+
+class State(NamedTuple):
+    step: Int[Array, ""]
+    row: Int[Array, " slots"]
+    age: Int[Array, " slots"]
+    token: Int[Array, " slots"]
+    """The last one, whose successor is drawn next."""
+    live: Bool[Array, " slots"]
+    """The row is not at its end."""
+    clean: Bool[Array, " slots"]
+    """The slot's cache holds finite numbers."""
+    caches: list[Cache]
+    log: Log
+    taken: Int[Array, ""]
+    """Rows that have got a slot."""
+    begun: Int[Array, " B"]
+    """At which step."""
+    slot: Int[Array, " B"]
+    """Which it was."""
+    moved: Int[Array, ""]
+    """The step at which the last rows were moved together."""
+    slot_after: Int[Array, " B"]
+    """Their slots from then on."""
+    slot_steps: Int[Array, ""]
+
+
+class Rows(NamedTuple):
+    """What is known of each row before it is sampled."""
+
+    prompt: Int[Array, " B"]
+    token: Int[Array, " B"]
+    """The prompt's last: left to the loop, so that there is one place that draws."""
+    position: Int[Array, " B"]
+    limit: Int[Array, " B"]
+    uniforms: Float[Array, "B T"]
 
 
 def sample(
@@ -57,123 +106,205 @@ def sample(
     pad_id: int,
     temperature: float | Float[Array, ""] = 1.0,
     filters: Filters | None = None,
+    slots: int | None = None,
+    limits: Int[Array, "N G"] | None = None,
     dtype: DTypeLike = jnp.float32,
+    activations: DTypeLike | None = None,
 ) -> Samples:
     """G completions of each prompt, padded on its left to P >= 2; row b is of prompt b // G.
 
-    A row depends on its own prompt and key alone. Temperature 0 is greedy; its log-probabilities
-    are those at temperature 1. Raises BadInput for P < 2.
+    `slots` rows are decoded at a time (None: all). A row has its own limit where `limits` are
+    given, of which `max_new_tokens` is the most. A row depends on its own prompt, key and limit
+    alone. Temperature 0 is greedy; its log-probabilities are those at temperature 1. Factors of
+    matrix products are of `dtype`, what lies between products of `activations` (None: of `dtype`).
+    Raises BadInput for P < 2 and for less than one slot.
     """
     prompts, width = tokens.shape
     if width < 2:
         raise BadInput(
             f"Prompts must be padded to at least 2 columns, and tokens is {list(tokens.shape)}."
         )
+    if slots is not None and slots < 1:
+        raise BadInput(f"slots must be at least 1, and is {slots}.")
     group = keys.shape[1]
-    rows, limit = prompts * group, max_new_tokens
+    count = prompts * group
     kernel = head_kernel(config, params).astype(dtype)
-    params = unstack(cast(params, dtype))
-    # The last prompt token is left to the loop: so there is one place that draws, and the T
-    # columns of a row's cache hold it and all sampled tokens but the last, which needs none.
-    fill = functools.partial(prefill, config, params, samples=group, columns=limit, dtype=dtype)
-    caches = fill(tokens[:, : width - 1], positions[:, : width - 1])
-    row_keys = keys.reshape(rows)
-    first_position = jnp.repeat(positions[:, -1], group)
+    params = prepare(params, dtype, activations)
+    prompt_mask = positions[:, :-1] >= 0
+    prefilled = prefill(config, params, tokens[:, :-1], positions[:, :-1], dtype)
+    if limits is None:
+        limits = jnp.full((prompts, group), max_new_tokens)
+    rows = Rows(
+        prompt=jnp.repeat(jnp.arange(prompts), group),
+        token=jnp.repeat(tokens[:, -1], group),
+        position=jnp.repeat(positions[:, -1], group),
+        limit=jnp.minimum(limits.reshape(count), max_new_tokens),
+        uniforms=_uniforms(keys.reshape(count), max_new_tokens),
+    )
 
-    class State(NamedTuple):
-        at: Int[Array, ""]
-        token: Int[Array, " B"]
-        done: Bool[Array, " B"]
-        finite: Bool[Array, " B"]
-        tokens: Int[Array, "B T"]
-        mask: Bool[Array, "B T"]
-        logprobs: Float[Array, "B T"]
-        caches: list
-
-    def step(state: State) -> State:
-        position = (first_position + state.at)[:, None]
-        hidden, caches = decode(config, params, state.token[:, None], position, state.caches, dtype)
-        raw = logits(config, kernel, hidden[:, 0])
-        finite = jnp.all(jnp.isfinite(raw), axis=-1)
-        scaled = raw / jnp.where(temperature > 0, temperature, 1.0)
-        uniform = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, state.at)))
-        log_total = jax.nn.logsumexp(scaled, axis=-1)
-        probs = jnp.exp(scaled - log_total[:, None])
-        allowed = probs if filters is None else keep(probs, filters)
-        drawn = jnp.where(temperature > 0, draw(allowed, uniform(row_keys)), raw.argmax(axis=-1))
-        logprob = jnp.take_along_axis(scaled, drawn[:, None], axis=-1)[:, 0]
-        logprob = logprob - log_total
-
-        live = ~state.done
-        token = jnp.where(live, drawn, pad_id).astype(jnp.int32)
-
-        def put(buffer, column):
-            return jax.lax.dynamic_update_slice(buffer, column[:, None], (0, state.at))
-
-        return State(
-            at=state.at + 1,
-            token=token,
-            done=state.done | jnp.isin(token, stop_ids),
-            finite=state.finite & (finite | state.done),
-            tokens=put(state.tokens, token),
-            mask=put(state.mask, live),
-            logprobs=put(state.logprobs, jnp.where(live, logprob, 0.0)),
+    def step(state: State, shared: bool) -> State:
+        columns = jnp.arange(state.caches[0].keys.shape[-1])
+        column = state.step % len(columns)
+        visible = Visible(
+            prompt=prompt_mask if shared else prompt_mask[rows.prompt[state.row]],
+            own=(column - columns) % len(columns) <= state.age[:, None],
+            column=column,
+        )
+        position = (rows.position[state.row] + state.age)[:, None]
+        hidden, caches = decode(
+            config, params, state.token[:, None], position, state.caches, visible, dtype
+        )
+        raw = logits(config, kernel, hidden[:, 0].astype(dtype))
+        drawn = draw_token(raw, rows.uniforms[state.row, state.age], temperature, filters)
+        line = Log(drawn, jnp.where(state.live, state.row, -1))
+        age = state.age + state.live
+        return state._replace(
+            step=state.step + 1,
+            age=age,
+            token=drawn.token,
+            live=state.live & ~jnp.isin(drawn.token, stop_ids) & (age < rows.limit[state.row]),
+            clean=state.clean & drawn.finite,
             caches=caches,
+            log=jax.tree.map(
+                lambda log, new: jax.lax.dynamic_update_slice(log, new[None], (state.step, 0)),
+                state.log,
+                line,
+            ),
+            slot_steps=state.slot_steps + len(state.row),
         )
 
-    start = State(
-        at=jnp.int32(0),
-        token=jnp.repeat(tokens[:, -1], group),
-        done=jnp.zeros(rows, bool),
-        finite=jnp.ones(rows, bool),
-        tokens=jnp.full((rows, limit), pad_id, jnp.int32),
-        mask=jnp.zeros((rows, limit), bool),
-        logprobs=jnp.zeros((rows, limit), jnp.float32),
+    def stride(state: State, shared: bool) -> State:
+        return jax.lax.fori_loop(0, STRIDE, lambda _, state: step(state, shared), state)
+
+    longest = STRIDE * math.ceil(max_new_tokens / STRIDE)
+    if slots is None or slots >= count:
+        slots = count
+        state = _begin(rows, slots, longest, [room(p, slots, 0) for p in prefilled])
+        for columns in _widths(longest):
+            caches = [widened(cache, columns) for cache in state.caches]
+            state = jax.lax.while_loop(
+                lambda state, columns=columns: (state.step < columns) & jnp.any(state.live),
+                lambda state: stride(state, shared=True),
+                state._replace(caches=caches),
+            )
+    else:
+        own = [jax.tree.map(lambda x: x[rows.prompt[:slots]], prompt) for prompt in prefilled]
+        # No slot is free while rows wait: the last to begin does so within the first term.
+        steps = (count - 1) * longest // slots + longest
+        state = _begin(rows, slots, steps, [room(prompt, slots, longest) for prompt in own])
+        few = slots // 4
+        state = jax.lax.while_loop(
+            lambda state: (state.taken < count) | (jnp.sum(state.live) > few),
+            lambda state: stride(_refill(state, rows, prefilled), shared=False),
+            state,
+        )
+        if few:
+            state = jax.lax.while_loop(
+                lambda state: jnp.any(state.live),
+                lambda state: stride(state, shared=False),
+                _together(state, few),
+            )
+    return _collect(state, max_new_tokens, stop_ids, pad_id)
+
+
+def _uniforms(keys: Key[Array, " B"], width: int) -> Float[Array, "B {width}"]:
+    """The number that draws each of a row's tokens, of its key and the token's place alone."""
+
+    def of_row(key):
+        return jax.vmap(lambda t: jax.random.uniform(jax.random.fold_in(key, t)))(jnp.arange(width))
+
+    return jax.vmap(of_row)(keys)
+
+
+def _widths(longest: int) -> list[int]:
+    """The widths that the cache of `longest` columns goes through."""
+    part = max(NARROWEST, STRIDE * math.ceil(longest / WIDTHS / STRIDE))
+    return [*range(part, longest, part), longest]
+
+
+def _begin(rows: Rows, slots: int, steps: int, caches: list[Cache]) -> State:
+    """The first rows in the slots."""
+    count = rows.limit.shape[0]
+    lines = (steps, slots)
+    drawn = Drawn(jnp.zeros(lines, jnp.int32), jnp.zeros(lines), jnp.ones(lines, bool))
+    return State(
+        step=jnp.int32(0),
+        row=jnp.arange(slots),
+        age=jnp.zeros(slots, jnp.int32),
+        token=rows.token[:slots],
+        live=rows.limit[:slots] > 0,
+        clean=jnp.ones(slots, bool),
         caches=caches,
+        log=Log(drawn, jnp.full(lines, -1)),
+        taken=jnp.int32(slots),
+        begun=jnp.zeros(count, jnp.int32),
+        slot=jnp.arange(count),
+        moved=jnp.int32(steps),
+        slot_after=jnp.zeros(count, jnp.int32),
+        slot_steps=jnp.int32(0),
     )
-    end = jax.lax.while_loop(lambda s: (s.at < limit) & ~jnp.all(s.done), step, start)
-    return Samples(end.tokens, end.mask, end.logprobs, ~end.done, end.finite)
 
 
-def draw(probs: Float[Array, "B V"], uniform: Float[Array, " B"]) -> Int[Array, " B"]:
-    """The token at which the cumulative distribution passes `uniform`: one random number a row.
+def _refill(state: State, rows: Rows, prefilled: list[Prompt]) -> State:
+    """The next rows in the slots whose row is at its end."""
+    count = rows.limit.shape[0]
+    following = state.taken + jnp.cumsum(~state.live) - 1
+    fresh = ~state.live & (following < count)
+    row = jnp.where(fresh, following, state.row)
 
-    `probs` need not add up to one. A token of probability 0 is never drawn.
-    """
-    # First the block of tokens, then the token: a cumulative sum over all V is several passes
-    # over them, a sum is one. At 64 x 32,000 on CPU 2 ms instead of 12.
-    rows, size = probs.shape
-    blocks = jnp.pad(probs, ((0, 0), (0, -size % BLOCK))).reshape(rows, -1, BLOCK)
-    masses = jnp.sum(blocks, axis=-1)
-    level = uniform * jnp.sum(masses, axis=-1)
-    block = _passing(masses, level)
-    earlier = jnp.arange(masses.shape[1]) < block[:, None]
-    level = jnp.maximum(level - jnp.sum(jnp.where(earlier, masses, 0.0), axis=-1), 0.0)
-    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return block * BLOCK + _passing(inside, level)
+    def choose(new, old):
+        return jnp.where(fresh.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+
+    def new_prompt(cache, prompt):
+        own = jax.tree.map(
+            lambda new, old: choose(new[rows.prompt[row]], old), prompt, cache.prompt
+        )
+        return cache._replace(prompt=own)
+
+    def emptied(caches):
+        return [cache._replace(values=choose(0.0, cache.values)) for cache in caches]
+
+    # A weight of 0 does not hide the infinities that a broken row has left.
+    caches = jax.lax.cond(
+        jnp.any(fresh & ~state.clean), emptied, lambda caches: caches, state.caches
+    )
+    at = jnp.where(fresh, row, count)
+    return state._replace(
+        row=row,
+        age=jnp.where(fresh, 0, state.age),
+        token=jnp.where(fresh, rows.token[row], state.token),
+        live=state.live | fresh & (rows.limit[row] > 0),
+        clean=state.clean | fresh,
+        caches=[new_prompt(*pair) for pair in zip(caches, prefilled, strict=True)],
+        taken=state.taken + jnp.sum(fresh, dtype=jnp.int32),
+        begun=state.begun.at[at].set(state.step, mode="drop"),
+        slot=state.slot.at[at].set(jnp.arange(len(at)), mode="drop"),
+    )
 
 
-def _passing(weights: Float[Array, "B n"], level: Float[Array, " B"]) -> Int[Array, " B"]:
-    """The first of positive weight at which the cumulative sum is above `level`."""
-    # XLA adds in a tree, so that rounding lets the sum rise where a weight is 0, and at the end
-    # above the last positive weight: such places must not count.
-    cumulative = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0.0)
-    level = jnp.minimum(level, jnp.nextafter(jnp.max(cumulative, axis=-1), 0.0))
-    return jnp.argmax(cumulative > level[:, None], axis=-1)
+def _together(state: State, few: int) -> State:
+    """The last rows, `few` at most, in as few slots: with none to follow, the others are idle."""
+    chosen = jnp.argsort(~state.live, stable=True)[:few]
+    of_slots = ("row", "age", "token", "live", "clean", "caches")
+    moved = {name: jax.tree.map(lambda x: x[chosen], getattr(state, name)) for name in of_slots}
+    at = state.row[chosen]
+    return state._replace(
+        **moved, moved=state.step, slot_after=state.slot_after.at[at].set(jnp.arange(few))
+    )
 
 
-def keep(probs: Float[Array, "B V"], filters: Filters) -> Float[Array, "B V"]:
-    """Probabilities with 0 where a filter forbids the token. Ties go to the lower id."""
-    order = jnp.argsort(-probs, axis=-1, stable=True)
-    ranked = jnp.take_along_axis(probs, order, axis=-1)
-    rank = jnp.arange(probs.shape[-1])
-    kept = (rank < filters.top_k) | jnp.equal(filters.top_k, 0)
-    ranked = jnp.where(kept, ranked, 0.0)
-    before = jnp.cumsum(ranked, axis=-1) - ranked
-    nucleus = before < filters.top_p * jnp.sum(ranked, axis=-1, keepdims=True)
-    # At p = 1 rounding of the sum must not cost the tail.
-    kept &= nucleus | jnp.greater_equal(filters.top_p, 1.0)
-    kept &= ranked >= filters.min_p * ranked[:, :1]
-    kept |= rank == 0
-    back = jnp.argsort(order, axis=-1)
-    return jnp.where(jnp.take_along_axis(kept, back, axis=-1), probs, 0.0)
+def _collect(state: State, width: int, stop_ids: Int[Array, " stops"], pad_id: int) -> Samples:
+    """Each row's tokens, from the lines in which it had its slot."""
+    steps = state.begun[:, None] + jnp.arange(width)
+    slots = jnp.where(steps < state.moved, state.slot[:, None], state.slot_after[:, None])
+    drawn, row = jax.tree.map(lambda log: log[steps, slots], state.log)
+    mask = row == jnp.arange(len(steps))[:, None]
+    tokens = jnp.where(mask, drawn.token, pad_id)
+    return Samples(
+        tokens=tokens,
+        mask=mask,
+        logprobs=jnp.where(mask, drawn.logprob, 0.0),
+        truncated=~jnp.any(mask & jnp.isin(tokens, stop_ids), axis=1),
+        finite=jnp.all(drawn.finite | ~mask, axis=1),
+        slot_steps=state.slot_steps,
+    )

@@ -191,12 +191,19 @@ def needs_critic(config: Config) -> bool:
     return not offline(config) and any(term.row.critic for term in terms(config))
 
 
+def activations(dtype: jnp.dtype) -> jnp.dtype:
+    """Of what lies between matrix products. A CPU multiplies bfloat16 fast and does nothing else
+    with it fast."""
+    return jnp.dtype(jnp.float32) if jax.default_backend() == "cpu" else dtype
+
+
 def network(config: Config, shape: ModelConfig, dtype: jnp.dtype) -> Qwen:
     layers = shape.num_layers
     return Qwen(
         shape,
         dtype,
-        remat=config.model.remat == "block",
+        activations=activations(dtype),
+        remat=config.model.remat,
         unroll=layers if jax.default_backend() == "cpu" and layers <= UNROLLED_LAYERS else 1,
     )
 
@@ -223,6 +230,8 @@ def make_learner(config: Config, policy: Policy, critic: ModelConfig | None = No
         epochs=config.batch.epochs,
         micro=config.batch.micro or minibatch,
         on_policy=config.rollout.old_logprobs == "current" and not offline(config),
+        samples=1 if offline(config) else config.batch.samples,
+        packing=not offline(config) and config.batch.packing is not False,
     )
 
 
@@ -244,8 +253,10 @@ def make_plan(
         sampling=Sampling(
             model=policy.config,
             dtype=policy.dtype,
+            activations=activations(policy.dtype),
             prompts=config.batch.prompts,
             samples=config.batch.samples,
+            slots=config.sampling.slots,
             max_new_tokens=config.sampling.max_new_tokens,
             temperature=config.sampling.temperature,
             stop_ids=policy.tokenizer.stop_ids,

@@ -15,7 +15,6 @@ from model.tokenizer import check_ids
 from rlx import assemble, scorers
 from rlx.checkpoint import Checkpoints
 from rlx.config import load
-from rlx.data import pad_left, prompt_width
 from rlx.evaluate import nest_greedy
 from rlx.files import write_atomically
 from rlx.generate import Draw, Generator
@@ -24,6 +23,7 @@ from rlx.settings import Config
 from rlx.tasks.files import read_json_lines
 
 GENERATION_ROWS = 256
+"""Decoded at a time, where `sampling.slots` says nothing."""
 
 
 def evaluate(config: Config) -> dict[str, Any]:
@@ -43,7 +43,8 @@ def evaluate(config: Config) -> dict[str, Any]:
 def generate(config: Config, source: Path, output: Path, count: int) -> dict[str, Any]:
     """Writes `count` completions of each prompt in `source`, in its order.
 
-    A line in has `prompt` (text), `messages` (chat) or `prompt_ids`; a line out adds `completion`,
+    A line in has `prompt` (text), `messages` (chat) or `prompt_ids`, and may have a
+    `max_new_tokens` of its own, at most that of `sampling`; a line out adds `completion`,
     `token_ids`, `logprobs` (at the sampling temperature) and `finish_reason`.
     """
     if count < 1:
@@ -51,21 +52,23 @@ def generate(config: Config, source: Path, output: Path, count: int) -> dict[str
     located = read_json_lines(source)
     if not located:
         raise BadInput(f"--input: {source} holds no prompt.")
+    sampling = config.sampling
+    limits = [own_limit(row, place, sampling.max_new_tokens) for place, row in located]
     output.parent.mkdir(parents=True, exist_ok=True)
     config = assemble.resolve(config)
-    keys, sampling = assemble.random_keys(config), config.sampling
+    keys = assemble.random_keys(config)
     policy = assemble.load_policy(config, keys.weights)
     tokenizer = policy.tokenizer
     encoded = [prompt_ids(row, policy, place, sampling.max_prompt_tokens) for place, row in located]
-    assemble.check_length(policy.config, encoded, sampling.max_new_tokens)
-    tokens, positions = pad_left(encoded, prompt_width(encoded), tokenizer.pad_id)
+    assemble.check_length(policy.config, encoded, max(limits))
     generator = Generator(
         policy,
-        max_new_tokens=sampling.max_new_tokens,
-        rows=min(GENERATION_ROWS, len(located) * count),
+        max_new_tokens=max(limits),
+        rows=sampling.slots or GENERATION_ROWS,
+        prompts=len(located),
     )
     draw = Draw(count, sampling.temperature, assemble.filters(config))
-    samples = generator(policy.params, tokens, positions, draw, keys.evaluation)
+    samples = generator(policy.params, encoded, draw, keys.evaluation, limits)
     if not samples.finite.all():
         raise FloatingPointError(
             f"The logits of {int((~samples.finite).sum())} completions were not finite."
@@ -124,6 +127,20 @@ def prompt_ids(
             f"{limit}."
         )
     return ids
+
+
+def own_limit(row: Mapping[str, Any], place: str, limit: int) -> int:
+    """The new tokens that one line may get: its own `max_new_tokens`, or `limit`. Raises BadInput
+    naming the place."""
+    value = row.get("max_new_tokens")
+    if value is None:
+        return limit
+    if type(value) is not int or not 1 <= value <= limit:
+        raise BadInput(
+            f"{place}: max_new_tokens: expected a whole number from 1 to "
+            f"sampling.max_new_tokens, {limit}; came {value!r}."
+        )
+    return value
 
 
 def export(run: Path, step: int | None, output: Path, dtype: str) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def _offline(config: Config) -> Iterator[Problem]:
     unread.append("loop.mode")
     yield from ignored(config, unread, f"{name} samples nothing")
     if source(config) == "pairs":
-        sampled = [f"sampling.{key}" for key in ("temperature", "top_k", "top_p", "min_p")]
+        sampled = [f"sampling.{key}" for key in ("temperature", "top_k", "top_p", "min_p", "slots")]
         sampled += ["eval.samples", "eval.batch", "eval.greedy", "log.samples"]
         because = f"{name} samples nothing, and is measured on held-out pairs"
         yield from ignored(config, sampled, because)
@@ -49,7 +49,7 @@ def _batch(config: Config) -> Iterator[Problem]:
         counted = f"batch.prompts = {total}"
         if whole > 1:
             counted = f"batch.prompts * {whole} = {batch.prompts} * {whole} = {total}"
-    if source(config) != "texts":
+    if source(config) == "pairs":
         because = f"{terms(config)[0].name} does not learn from texts as they stand"
         yield from ignored(config, ["batch.packing"], because)
     paired = [term.name for term in terms(config) if term.row.unit > 1]

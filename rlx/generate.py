@@ -1,16 +1,26 @@
-"""Sampling any number of prompts with one compiled program; what comes back is on the host."""
+"""Sampling any number of prompts with a few compiled programs; what comes back is on the host."""
 
 import functools
-import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, Key, PyTree
+from jaxtyping import Key, PyTree
 
 from model.sample import Filters, Samples, sample
-from rlx.assemble import Policy
+from rlx.assemble import Policy, activations
+from rlx.data import pad_left
+
+NARROWEST = 32
+"""Columns of the narrowest batch of prompts. The others are its doubles, so that prompts of any
+lengths make few programs."""
+
+AHEAD = 4
+"""Rows that a program takes for each that it decodes at a time: how many there are to follow when
+one has finished."""
 
 
 class Draw(NamedTuple):
@@ -21,21 +31,52 @@ class Draw(NamedTuple):
     filters: Filters | None = None
 
 
-class Generator:
-    """Samples in batches of `rows`. What a prompt gets does not depend on the batch it is in: its
-    noise is of (key, place of the prompt, sample)."""
+class Batch(NamedTuple):
+    """Prompts that are sampled together."""
 
-    def __init__(self, policy: Policy, *, max_new_tokens: int, rows: int):
-        self.rows = rows
+    width: int
+    """To which they are padded."""
+    places: list[int]
+
+
+def batches(lengths: Sequence[int], size: int) -> Iterator[Batch]:
+    """All prompts, those of like length together; `size` of them but in the last batch.
+
+    What is left of a length goes with longer ones: as few batches as without regard to length.
+    """
+    alike: dict[int, list[int]] = defaultdict(list)
+    for place, length in enumerate(lengths):
+        # Doubled until it holds the prompt.
+        alike[NARROWEST << max(0, (length - 1) // NARROWEST).bit_length()].append(place)
+    waiting: list[int] = []
+    for width in sorted(alike):
+        waiting += alike[width]
+        while len(waiting) >= size:
+            yield Batch(width, waiting[:size])
+            waiting = waiting[size:]
+    if waiting:
+        yield Batch(max(alike), waiting)
+
+
+class Generator:
+    """Samples with `rows` decoded at a time. What a prompt gets does not depend on the others: its
+    noise is of (key, place of the prompt, sample).
+
+    `prompts` is how many a call will bring, or the least of several such numbers.
+    """
+
+    def __init__(self, policy: Policy, *, max_new_tokens: int, rows: int, prompts: int):
+        self.rows, self.prompts = rows, prompts
+        self.limit, self.pad_id = max_new_tokens, policy.tokenizer.pad_id
         # The program holds on to these for as long as it lives, and must not to the parameters.
         config, dtype = policy.config, policy.dtype
         stop_ids, pad_id = policy.tokenizer.stop_ids, policy.tokenizer.pad_id
 
         @functools.partial(jax.jit, static_argnames="group")
-        def run(params, tokens, positions, places, first, key, temperature, filters, group):
+        def generate(params, tokens, positions, places, limits, key, temperature, filters, group):
             def keys_of(place):
                 own = jax.random.fold_in(key, place)
-                return jax.vmap(lambda g: jax.random.fold_in(own, g))(first + jnp.arange(group))
+                return jax.vmap(lambda g: jax.random.fold_in(own, g))(jnp.arange(group))
 
             return sample(
                 config,
@@ -48,46 +89,54 @@ class Generator:
                 pad_id=pad_id,
                 temperature=temperature,
                 filters=filters,
+                slots=rows,
+                limits=jnp.broadcast_to(limits[:, None], (len(limits), group)),
                 dtype=dtype,
+                activations=activations(dtype),
             )
 
-        self.run = run
+        self.run = generate
 
     def __call__(
         self,
         params: PyTree,
-        tokens: Int[np.ndarray, "M P"],
-        positions: Int[np.ndarray, "M P"],
+        prompts: Sequence[Sequence[int]],
         draw: Draw,
         key: Key[jax.Array, ""],
+        limits: Sequence[int] | None = None,
     ) -> Samples:
-        """`draw.samples` of each of the M prompts, in order."""
-        group = min(draw.samples, self.rows)
-        prompts = max(1, self.rows // group)
-        pieces = []
-        for start in range(0, len(tokens), prompts):
-            # The last batch is filled up with copies, which are dropped: one shape, one program.
-            places = np.arange(start, start + prompts) % len(tokens)
-            count = min(prompts, len(tokens) - start)
-            rounds = [
-                self.run(
-                    params,
-                    tokens[places],
-                    positions[places],
-                    places,
-                    number * group,
-                    key,
-                    jnp.float32(draw.temperature),
-                    draw.filters,
-                    group,
-                )
-                for number in range(math.ceil(draw.samples / group))
-            ]
+        """`draw.samples` of each prompt, in order. A prompt may have a limit of its own, of new
+        tokens, at most `max_new_tokens`."""
+        size = max(1, min(AHEAD * self.rows // draw.samples, self.prompts))
+        limits = np.full(len(prompts), self.limit) if limits is None else np.asarray(limits)
+        taken, pieces = [], []
+        for width, places in batches(list(map(len, prompts)), size):
+            # The last batch is filled up with copies of no token, which are dropped: one
+            # shape, one program.
+            copies = size - len(places)
+            every = np.array(places + places[:1] * copies, np.int32)
+            tokens, positions = pad_left([prompts[i] for i in every], width, self.pad_id)
+            samples = self.run(
+                params,
+                tokens,
+                positions,
+                every,
+                np.append(limits[places], np.zeros(copies)).astype(np.int32),
+                key,
+                jnp.float32(draw.temperature),
+                draw.filters,
+                draw.samples,
+            )
+            taken += places
+            pieces.append(jax.device_get(samples))
+        order = np.argsort(taken)
 
-            def join(*leaves, count=count):
-                grouped = [leaf.reshape(prompts, group, *leaf.shape[1:]) for leaf in leaves]
-                joined = np.concatenate(grouped, axis=1)[:count, : draw.samples]
-                return joined.reshape(-1, *leaves[0].shape[1:])
+        def join(*leaves):
+            if not leaves[0].ndim:
+                return sum(leaves)
+            # Only copies stand after the prompts.
+            every = np.concatenate(leaves)[: len(taken) * draw.samples]
+            grouped = every.reshape(len(taken), draw.samples, *every.shape[1:])
+            return grouped[order].reshape(every.shape)
 
-            pieces.append(jax.tree.map(join, *jax.device_get(rounds)))
-        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *pieces)
+        return jax.tree.map(join, *pieces)

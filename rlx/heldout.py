@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, Key, PyTree
 
@@ -11,7 +10,7 @@ from model.errors import BadInput
 from model.heads import last_scores
 from model.sample import Samples
 from rlx import assemble
-from rlx.data import encode_prompts, pad_left, prompt_width
+from rlx.data import encode_prompts, prompt_pool
 from rlx.evaluate import HEADLINES, Completion, summarise, summarise_rewards
 from rlx.generate import Draw, Generator
 from rlx.rewards.host import HostVerifier
@@ -53,16 +52,20 @@ class Heldout:
             self.rows, self.tokenizer, config.sampling.max_prompt_tokens, "held-out row"
         )
         assemble.check_length(policy.config, encoded, sampling.max_new_tokens)
-        tokens, positions = pad_left(encoded, prompt_width(encoded), self.tokenizer.pad_id)
-        self.tokens, self.positions = tokens, positions
+        self.prompts = encoded
         samples = config.eval.samples if sampling.temperature else 1
         self.draw = Draw(samples, sampling.temperature, assemble.filters(config))
-        rows = min(config.eval.batch, min(counts.values()) * samples)
-        self.generator = Generator(policy, max_new_tokens=sampling.max_new_tokens, rows=rows)
+        rows, prompts = config.eval.batch, min(counts.values())
+        self.generator = Generator(
+            policy,
+            max_new_tokens=sampling.max_new_tokens,
+            rows=min(rows, sampling.slots or rows),
+            prompts=prompts,
+        )
         self.verifier, self.scorer = None, None
         if reward_model is not None:
-            pool = Prompts(jnp.asarray(tokens), jnp.asarray(positions), key)
-            self.scorer = Scorer(reward_model, pool, rows)
+            pool = prompt_pool(encoded, self.tokenizer.pad_id, key)
+            self.scorer = Scorer(reward_model, pool, min(rows, prompts * samples))
         elif task.score is not None:
             self.verifier = HostVerifier(
                 task.score, self.rows, self.tokenizer.decode, self.tokenizer.stop_ids
@@ -93,9 +96,7 @@ class Heldout:
         return summarise_rewards(texts, group)
 
     def _texts(self, params: PyTree, count: int, draw: Draw) -> list[Completion]:
-        samples = self.generator(
-            params, self.tokens[:count], self.positions[:count], draw, self.key
-        )
+        samples = self.generator(params, self.prompts[:count], draw, self.key)
         problems = np.repeat(np.arange(count, dtype=np.int32), draw.samples)
         texts = [
             self.tokenizer.decode_completion(tokens[mask].tolist())
@@ -141,7 +142,9 @@ class Scorer:
         for start in range(0, count, self.rows):
             # The last batch is filled up with copies, which are dropped.
             places = np.arange(start, start + self.rows) % count
-            piece = jax.tree.map(lambda x, p=places: x[p], (problems, samples))
+            rows = (problems, samples)
+            # What is counted over all rows has no rows to choose.
+            piece = jax.tree.map(lambda x, p=places: x[p] if np.ndim(x) else x, rows)
             pieces.append(self.run(self.params, self.pool, *piece))
         scores = np.concatenate(jax.device_get(pieces))[:count]
         known = samples.finite & np.isfinite(scores)

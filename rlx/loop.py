@@ -1,4 +1,9 @@
-"""The host's side of a training run: chunks of steps, and between them evaluation and files."""
+"""The host's side of a training run: chunks of steps, and between them evaluation and files.
+
+What is written of a chunk is written while the next one runs. All of it is on disk before anything
+that stands on it: an evaluation, a checkpoint, the end. Checkpoints are written in the background
+too.
+"""
 
 import contextlib
 import datetime
@@ -10,26 +15,24 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jaxtyping import PyTree
 
 from model.errors import BadInput
 from model.load import export
 from model.score_head import export_scorer, padding
-from model.tokenizer import Tokenizer
-from rlx import assemble, ops
+from rlx import assemble
+from rlx.background import Background
 from rlx.checkpoint import Checkpoints
+from rlx.compilation import Compilation
 from rlx.config import ConfigError, load, resolved_yaml
-from rlx.evaluate import Evaluation, change_told, nest_greedy, told
+from rlx.evaluate import change_told, nest_greedy
 from rlx.measure import make_evaluation
-from rlx.prepare import Preview
+from rlx.record import Record
 from rlx.report.html import write_report
 from rlx.report.metrics import RESERVED, MetricsWriter, read_lines
-from rlx.report.progress import Progress, Watch, clock_time
-from rlx.rewards.host import HostVerifier
-from rlx.samples import heldout_samples, training_samples
+from rlx.report.progress import Progress, clock_time
 from rlx.scorers import load_reward_model
 from rlx.settings import Config, offline, terms
-from rlx.stepper import Stepper, offline_stepper, online_stepper
+from rlx.stepper import offline_stepper, online_stepper
 
 MAY_CHANGE = {
     "run.name",
@@ -47,9 +50,6 @@ MAY_CHANGE = {
     "log.tensorboard",
 }
 """Settings that a resumed run may have anew. The others decide what is computed or compared."""
-
-NONFINITE_STEPS = 5
-"""So many successive steps without a finite gradient end the run."""
 
 
 class Interrupt:
@@ -109,77 +109,13 @@ def check_resume(config: Config, folder: Path) -> None:
         raise ConfigError(changed)
 
 
-class Record:
-    """What is written of a run as it goes: lines for machines, lines for a person."""
-
-    def __init__(
-        self,
-        config: Config,
-        heldout: Evaluation,
-        stepper: Stepper,
-        tokenizer: Tokenizer,
-        writer: MetricsWriter,
-        progress: Progress,
-    ):
-        self.config, self.heldout, self.stepper = config, heldout, stepper
-        self.tokenizer, self.writer, self.progress = tokenizer, writer, progress
-        self.watch = Watch(progress.note)
-        self.nonfinite_steps = 0
-        self._told_failure = False
-
-    def evaluate(
-        self, step: int, params: PyTree, preview: Preview | None, problems: int, *, greedy: bool
-    ) -> dict[str, Any]:
-        """Evaluates, and writes the metrics and some samples, of training too where there are."""
-        heldout, stepper = self.heldout, self.stepper
-        metrics, texts = heldout.evaluate(params, problems, greedy=greedy)
-        self.writer.write(step, metrics, kind="eval")
-        count = self.config.log.samples
-        rows = heldout_samples(texts, heldout.rows, self.tokenizer, count)
-        if preview is not None:
-            rows += training_samples(
-                preview, stepper.rows, stepper.components, self.tokenizer, count
-            )
-        if rows:
-            self.writer.write_samples(step, rows)
-        self.progress.note(f"held-out at step {step}: {told(metrics, heldout.headline)}")
-        self._tell_failure(heldout.verifier)
-        return metrics
-
-    def steps(self, step: int, stacked: ops.Metrics, length: int, seconds: float) -> None:
-        """Writes the `length` steps after `step`, which took `seconds` together.
-
-        Raises FloatingPointError where the gradients have not been finite for long.
-        """
-        phases = self.stepper.stopwatch.take()
-        for i in range(length):
-            values = ops.values(jax.tree.map(lambda leaf, i=i: leaf[i], stacked))
-            values["seconds"] = seconds / length
-            values["tokens_per_second"] = values["tokens"] * length / seconds
-            for phase, share in phases.items():
-                values[f"seconds/{phase}"] = share / length
-                values[f"tokens_per_second/{phase}"] = values["tokens"] * length / share
-            self.writer.write(step + i + 1, values)
-            self.watch.update(step + i + 1, values)
-            self.progress.update(step + i + 1, values)
-            broken = values["skipped/nonfinite"] == 1.0
-            self.nonfinite_steps = self.nonfinite_steps + 1 if broken else 0
-            if self.nonfinite_steps == NONFINITE_STEPS:
-                raise FloatingPointError(
-                    f"No gradient was finite in the last {NONFINITE_STEPS} steps, up to step "
-                    f"{step + i + 1}; nothing was learnt in them. A lower optimizer.learning_rate "
-                    "or model.dtype=float32 may help."
-                )
-        self._tell_failure(self.stepper.verifier)
-
-    def _tell_failure(self, verifier: HostVerifier | None) -> None:
-        if verifier is not None and verifier.failures and not self._told_failure:
-            self.progress.note(f"WARNING: the verifier failed: {verifier.last_failure}")
-            self._told_failure = True
-
-
 def train(config: Config, stream: TextIOBase) -> dict[str, Any]:
     """A whole run; returns what summary.json holds. Progress goes to `stream`."""
+    with Compilation() as compilation:
+        return _train(config, stream, compilation)
+
+
+def _train(config: Config, stream: TextIOBase, compilation: Compilation) -> dict[str, Any]:
     begun = time.monotonic()
     config = assemble.resolve(config)
     folder = run_folder(config)
@@ -239,7 +175,8 @@ def train(config: Config, stream: TextIOBase) -> dict[str, Any]:
         progress = stack.enter_context(
             Progress(config.loop.steps, stream=stream, start=step, chunk=chunk, deadline=deadline)
         )
-        record = Record(config, heldout, stepper, policy.tokenizer, writer, progress)
+        record = Record(config, heldout, stepper, policy.tokenizer, writer, progress, compilation)
+        background = stack.enter_context(Background())
         for note in stepper.notes:
             progress.note(note)
 
@@ -254,23 +191,25 @@ def train(config: Config, stream: TextIOBase) -> dict[str, Any]:
         preview, saved = None, step
         finished = step >= config.loop.steps
         while not finished and not interrupt.wanted:
-            chunk_begun = time.monotonic()
+            record.begin()
             length = chunk - step % chunk
             state, stacked, preview = stepper.run(state, length)
-            stacked = jax.device_get(stacked)
-            record.steps(step, stacked, length, time.monotonic() - chunk_begun)
+            background.run(record.write, record.end(step, length, jax.device_get(stacked)))
             step += length
             finished = step >= config.loop.steps or time.monotonic() >= deadline
             score = None
             if not finished and config.eval.every and step % config.eval.every == 0:
                 problems = config.eval.problems
+                background.join()
                 metrics = record.evaluate(step, state.params, preview, problems, greedy=False)
                 score = metrics[heldout.headline]
             if not finished and config.checkpoint.every and step % config.checkpoint.every == 0:
+                background.join()
                 checkpoints.save(state, score)
                 saved = step
 
         # ---- after -------------------------------------------------------------------------
+        background.join()
         if saved != step or checkpoints.latest is None:
             checkpoints.save(state, None)
         after = None
@@ -295,6 +234,7 @@ def train(config: Config, stream: TextIOBase) -> dict[str, Any]:
             "before": nest_greedy(before),
             "after": nest_greedy(after) if after else None,
             "seconds": round(time.monotonic() - begun, 1),
+            "compile_seconds": compilation.seconds(),
             "checkpoint": str(folder / "checkpoints" / str(step)),
             "hf": str(folder / "hf") if finished else None,
             "run": str(folder),

@@ -5,16 +5,17 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from model.sample import Samples
 from rlx import ops
 from rlx.advantages import mixed, pair_order, reorder
 from rlx.algorithms import Algorithm
 from rlx.replay import exchange
-from rlx.rollout import Pending, Sampling, finish_metrics
+from rlx.rollout import Pending, Prompts, Sampling, finish_metrics, whole_rows
 from rlx.shaping import Shaping, shape
 from rlx.types import Batch, Largest, Mean, Memory, Metrics, Rollout, Signal, TrainState
-from rlx.update import Learner, make_signal, score_rows
+from rlx.update import Learner, make_signal, score_completions
 
 
 class Frozen(NamedTuple):
@@ -47,17 +48,82 @@ class Preview(NamedTuple):
     advantages: Float[Array, " B #T"]
 
 
+class Scored(NamedTuple):
+    """What the training model, its critic and its reference say of sampled text: those fields of a
+    rollout. None where nothing reads it."""
+
+    old_logprobs: Float[Array, "B T"] | None = None
+    ref_logprobs: Float[Array, "B T"] | None = None
+    values: Float[Array, "B T"] | None = None
+    bootstrap: Float[Array, " B"] | None = None
+
+
+def score_text(
+    plan: Plan,
+    state: TrainState,
+    frozen: Frozen,
+    tokens: Int[Array, "B S"],
+    positions: Int[Array, "B S"],
+    mask: Bool[Array, "B T"],
+    truncated: Bool[Array, " B"],
+) -> Scored:
+    """No reward is read: so this may run while the rows are being verified."""
+    learner, scored = plan.learner, Scored()
+    rows = (tokens, positions, mask)
+    outputs = score_completions(learner, state.params, state.critic, *rows)
+    if plan.old_logprobs == "recompute":
+        scored = scored._replace(old_logprobs=outputs.logprobs)
+    if learner.valued is not None:
+        lengths = jnp.sum(mask, axis=1, keepdims=True)
+        after = jnp.take_along_axis(outputs.values, lengths, axis=1)[:, 0]
+        scored = scored._replace(
+            values=ops.masked(outputs.values[:, :-1], mask),
+            bootstrap=jnp.where(truncated, after, 0.0),
+        )
+    if frozen.reference is not None:
+        policy = learner._replace(critic=None)
+        ref = score_completions(policy, frozen.reference, {}, *rows).logprobs
+        scored = scored._replace(ref_logprobs=ref)
+    return scored
+
+
+def score_samples(
+    plan: Plan,
+    state: TrainState,
+    frozen: Frozen,
+    pool: Prompts,
+    rows: Int[Array, " N"],
+    samples: Samples,
+) -> Scored:
+    """Of what was just sampled of these prompts."""
+    text = whole_rows(pool, rows, samples)
+    return score_text(plan, state, frozen, *text, samples.mask, samples.truncated)
+
+
 def prepare(
     plan: Plan, state: TrainState, frozen: Frozen, pending: Pending
 ) -> tuple[Batch, Preview, Memory, Metrics]:
-    """Scores the collected rows with the training model, its critic and its reference, shapes
-    rewards and sets advantages.
+    """Scores the collected rows with the training model, its critic and its reference, and makes
+    the batch."""
+    rollout = pending.rollout
+    text = (rollout.tokens, rollout.positions, rollout.mask, rollout.truncated)
+    scored = score_text(plan, state, frozen, *text)
+    return make_batch(plan, state, pending, scored)
+
+
+def make_batch(
+    plan: Plan, state: TrainState, pending: Pending, scored: Scored
+) -> tuple[Batch, Preview, Memory, Metrics]:
+    """Shapes the rewards of the collected rows and sets advantages.
 
     Statistics of a group are taken before truncated rows are masked out of the loss. Masked
     wholly: rows that could not be scored, and the places of groups that were never found.
     """
-    learner = plan.learner
-    rollout = score_rollout(plan, state, frozen, pending.rollout)
+    learner, rollout = plan.learner, pending.rollout
+    known = {name: x for name, x in scored._asdict().items() if x is not None}
+    rollout = rollout._replace(**known)
+    if plan.old_logprobs == "sampler":
+        rollout = rollout._replace(old_logprobs=rollout.sampler_logprobs)
     kept = jnp.repeat(pending.kept, plan.sampling.samples)
     shaped, memory, metrics = shape(plan.shaping, state.memory, rollout, kept)
     memory = memory._replace(solved=pending.solved)
@@ -102,29 +168,6 @@ def prepare(
         signals=signals,
     )
     return batch, Preview(text, advantages), memory, metrics
-
-
-def score_rollout(plan: Plan, state: TrainState, frozen: Frozen, rollout: Rollout) -> Rollout:
-    """Adds what is read of old and reference log-probabilities and the critic's values."""
-    learner, width = plan.learner, rollout.mask.shape[1]
-    rows = (rollout.tokens, rollout.positions, width)
-    outputs = score_rows(learner, state.params, state.critic, *rows)
-    if plan.old_logprobs == "recompute":
-        rollout = rollout._replace(old_logprobs=outputs.logprobs)
-    elif plan.old_logprobs == "sampler":
-        rollout = rollout._replace(old_logprobs=rollout.sampler_logprobs)
-    if learner.valued is not None:
-        lengths = jnp.sum(rollout.mask, axis=1, keepdims=True)
-        after = jnp.take_along_axis(outputs.values, lengths, axis=1)[:, 0]
-        rollout = rollout._replace(
-            values=ops.masked(outputs.values[:, :-1], rollout.mask),
-            bootstrap=jnp.where(rollout.truncated, after, 0.0),
-        )
-    if frozen.reference is not None:
-        policy = learner._replace(critic=None)
-        ref = score_rows(policy, frozen.reference, {}, *rows).logprobs
-        rollout = rollout._replace(ref_logprobs=ref)
-    return rollout
 
 
 def learn_from(algorithm: Algorithm, rollout: Rollout, mask: Bool[Array, "B T"]) -> Signal:

@@ -33,8 +33,11 @@ class Sampling(NamedTuple):
 
     model: ModelConfig
     dtype: jnp.dtype
+    activations: jnp.dtype
     prompts: int
     samples: int
+    slots: int
+    """Rows decoded at a time; 0: all."""
     max_new_tokens: int
     temperature: float
     stop_ids: tuple[int, ...]
@@ -209,7 +212,9 @@ def sample_rows(
         stop_ids=jnp.asarray(sampling.stop_ids, jnp.int32),
         pad_id=sampling.pad_id,
         temperature=sampling.temperature,
+        slots=sampling.slots or None,
         dtype=sampling.dtype,
+        activations=sampling.activations,
     )
 
 

@@ -45,6 +45,13 @@ def _sampling(config: Config) -> Iterator[Problem]:
                 f"expected {off} (off) in training, since {differs}: log-probabilities are of "
                 f"the full softmax; came {value}",
             )
+    rows = config.batch.prompts * config.batch.samples
+    if sampling.slots > rows:
+        yield Problem(
+            ("sampling.slots", "batch.prompts", "batch.samples"),
+            f"expected at most the step's rows, batch.prompts * batch.samples = {rows}; "
+            f"came {sampling.slots}",
+        )
 
 
 def _reward(config: Config) -> Iterator[Problem]:

@@ -44,8 +44,10 @@ class ModelSettings(Section):
         description="compute type; auto: bfloat16 on accelerators, float32 on CPU "
         "(master parameters are float32 always)",
     )
-    remat: Literal["none", "block"] = Field(
-        "none", description="block: recompute each layer in the backward pass, to save memory"
+    remat: Literal["none", "block", "dots"] = Field(
+        "none",
+        description="to save memory, recompute each layer in the backward pass: block: all of it; "
+        "dots: all but its projections",
     )
 
 
@@ -57,6 +59,12 @@ class SamplingSettings(Section):
     top_p: float = Field(1.0, gt=0, le=1, description="probability kept; 1: off; not in training")
     min_p: float = Field(
         0.0, ge=0, lt=1, description="share of the largest probability; 0: off; not in training"
+    )
+    slots: int = Field(
+        0,
+        ge=0,
+        description="rows decoded at a time, the next in the place of a finished one; 0: all of "
+        "a step's (evaluation: eval.batch, generate: 256)",
     )
 
 
@@ -140,8 +148,10 @@ class BatchSettings(Section):
     micro: int = Field(
         0, ge=0, description="rows a forward and backward pass; 0: the whole mini-batch"
     )
-    packing: Flag = Field(
-        False, description="several conversations a row, each attending to itself alone; sft"
+    packing: Flag | None = Field(
+        None,
+        description="compute no padding; null: where rows are sampled (in streams, each prompt "
+        "once), not in sft (several conversations a row, each attending to itself alone)",
     )
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Key, PyTree
 
 from rlx import ops
-from rlx.prepare import Frozen, Plan, Preview, prepare
+from rlx.prepare import Frozen, Plan, Preview, Scored, make_batch, prepare, score_samples
 from rlx.probe import choose_probed, complete_probed, rest, wide
 from rlx.rollout import (
     Pending,
@@ -43,6 +43,12 @@ class Stages(NamedTuple):
     join: Callable
     """Probed groups and their rest."""
     prepare: Callable
+    """Scores of the training model and the batch, where verdicts decide which rows are kept."""
+    score: Callable
+    """The former alone, where all are: of samples that are not verified yet. It is only begun."""
+    wait: Callable
+    """Until scoring is done."""
+    make_batch: Callable
     update: Callable
     repeat: Callable
     """`while_loop`, of jax or of Python."""
@@ -53,13 +59,39 @@ def step(
 ) -> tuple[TrainState, tuple[Metrics, Preview]]:
     """Sample, reward, advantages, update: one step of on-line learning."""
     key, sample_key, shuffle_key = jax.random.split(state.key, 3)
-    collect = collect_probed if plan.sampling.probe else collect_rounds
-    pending = collect(plan.sampling, stages, state, frozen, pool, sample_key)
-    batch, preview, memory, metrics = stages.prepare(plan, state, frozen, pending)
+    if plan.sampling.probe or plan.sampling.dynamic:
+        collect = collect_probed if plan.sampling.probe else collect_rounds
+        pending = collect(plan.sampling, stages, state, frozen, pool, sample_key)
+        prepared = stages.prepare(plan, state, frozen, pending)
+    else:
+        pending, scored = collect_all(plan, stages, state, frozen, pool, sample_key)
+        prepared = stages.make_batch(plan, state, pending, scored)
+    batch, preview, memory, metrics = prepared
     state = state._replace(key=key, cursor=pending.cursor, memory=memory)
     state, update_metrics = stages.update(plan.learner, state, batch, shuffle_key)
     state = state._replace(step=state.step + 1)
     return state, (metrics | update_metrics | counters(state), preview)
+
+
+def collect_all(
+    plan: Plan,
+    stages: Stages,
+    state: TrainState,
+    frozen: Frozen,
+    pool: Prompts,
+    key: Key[Array, ""],
+) -> tuple[Pending, Scored]:
+    """The next N groups, whatever their rewards: so the training model scores them while the host
+    verifies them."""
+    sampling, memory = plan.sampling, state.memory
+    samples, draw = stages.sample(
+        sampling, state.params, pool, state.cursor, memory.solved, key, jnp.int32(0)
+    )
+    scored = stages.score(plan, state, frozen, pool, draw.rows, samples)
+    scores = stages.verify(frozen, pool, draw.rows, samples)
+    scored = stages.wait(scored)
+    pending = begin(sampling, pool.tokens.shape[1], state.cursor, memory.solved)
+    return stages.absorb(sampling, pool, pending, draw, samples, scores), scored
 
 
 def collect_rounds(
@@ -70,7 +102,7 @@ def collect_rounds(
     pool: Prompts,
     key: Key[Array, ""],
 ) -> Pending:
-    """N groups: one round of N prompts, or, with dynamic sampling, until N are informative."""
+    """N informative groups, in rounds of N prompts; fewer where the rounds end first."""
 
     def unfinished(pending: Pending):
         return ~jnp.all(pending.kept) & (pending.round < sampling.max_rounds)
@@ -160,12 +192,15 @@ def fused(plan: Plan, verify: Callable) -> Callable:
         choose=choose_probed,
         join=complete_probed,
         prepare=prepare,
+        score=score_samples,
+        wait=_as_it_is,
+        make_batch=make_batch,
         update=update,
         repeat=jax.lax.while_loop,
     )
 
     @functools.partial(jax.jit, static_argnames="length", donate_argnums=0)
-    def run(state, frozen, pool, length):
+    def fused_steps(state, frozen, pool, length):
         def one(carry, _):
             state, _ = carry
             state, (metrics, preview) = step(plan, stages, state, frozen, pool)
@@ -176,21 +211,30 @@ def fused(plan: Plan, verify: Callable) -> Callable:
         (state, preview), metrics = jax.lax.scan(one, (state, empty), length=length)
         return state, (metrics, preview)
 
-    return run
+    return fused_steps
 
 
 def staged(plan: Plan, verify: Callable, watch: Callable[[str], Any]) -> Callable:
     """The same signature as `fused`, stage by stage; `watch(name)` is a context manager around
-    each phase, for its time. `verify` is what `host_verifier` or `model_verifier` gives."""
+    each phase, for its time. `verify` is what `host_verifier` or `model_verifier` gives.
 
-    def timed(name, function, **jit_options):
+    A phase lasts until its results are there, so that the phases add up to the step; but scoring,
+    where it runs while the host verifies, is only waited for afterwards. `verify` is then all that
+    verifying takes, and `score` what scoring adds to it.
+    """
+
+    def timed(name, function, until=jax.block_until_ready, **jit_options):
         compiled = jax.jit(function, **jit_options)
 
         def call(*operands):
             with watch(name):
-                return jax.block_until_ready(compiled(*operands))
+                return until(compiled(*operands))
 
         return call
+
+    def wait(scored):
+        with watch("score"):
+            return jax.block_until_ready(scored)
 
     def verify_timed(*operands):
         with watch("verify"):
@@ -209,6 +253,9 @@ def staged(plan: Plan, verify: Callable, watch: Callable[[str], Any]) -> Callabl
         choose=timed("absorb", choose_probed, static_argnums=0),
         join=timed("absorb", complete_probed, static_argnums=0),
         prepare=timed("score", prepare, static_argnums=0),
+        score=timed("score", score_samples, until=_as_it_is, static_argnums=0),
+        wait=wait,
+        make_batch=timed("score", make_batch, static_argnums=0),
         update=timed("update", update, static_argnums=0, donate_argnums=1),
         repeat=repeat,
     )
@@ -224,18 +271,22 @@ def staged(plan: Plan, verify: Callable, watch: Callable[[str], Any]) -> Callabl
     return run
 
 
+def _as_it_is(results: PyTree) -> PyTree:
+    return results
+
+
 def offline_run(learner: Learner, count: int) -> Callable:
     """(state, reference, pool, data, length) -> (state, metrics [length]); the state is donated."""
 
     @functools.partial(jax.jit, static_argnames="length", donate_argnums=0)
-    def run(state, reference, pool, data, length):
+    def offline_steps(state, reference, pool, data, length):
         return jax.lax.scan(
             lambda s, _: offline_step(learner, s, reference, pool, data, count),
             state,
             length=length,
         )
 
-    return run
+    return offline_steps
 
 
 def start_memory(kl_beta: float = 0.0, solved: int = 0, replay: Replay | None = None) -> Memory:

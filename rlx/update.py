@@ -2,6 +2,9 @@
 
 One mini-batch is one optimizer update. Its weights are computed on all its rows before they are
 cut into micro-batches, so that the cut changes nothing but rounding.
+
+Rows of samples are packed: a micro-batch is a stream that holds each prompt once and no padding
+(model/stream.py). Given text keeps its rows as they are.
 """
 
 from collections.abc import Callable
@@ -12,10 +15,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-from model.heads import Outputs, completion_outputs, state_values
+from model.heads import Outputs, completion_outputs, state_values, stream_outputs
 from model.qwen import Qwen
+from model.stream import Places, Stream
 from rlx import ops
 from rlx.algorithms.record import Algorithm, clean, of_scores
+from rlx.packing import Layout, Packed, for_each_stream, layout, pack
 from rlx.types import Batch, Largest, Mean, Metrics, Signal, TrainState
 
 
@@ -47,6 +52,10 @@ class Learner(NamedTuple):
     """Rows of one forward and backward pass: whole units."""
     on_policy: bool
     """The batch gets exactly one update: the old log-probabilities are the current ones."""
+    samples: int = 1
+    """Successive rows that share their prompt."""
+    packing: bool = False
+    """Pack rows into streams, each prompt once; `micro` rows of full length fill one."""
 
     @property
     def unit(self) -> int:
@@ -81,22 +90,41 @@ def forward(
     return outputs._replace(values=values)
 
 
+def forward_stream(
+    learner: Learner, params: PyTree, critic: PyTree, stream: Stream, places: Places, width: int
+) -> Outputs:
+    """`forward` of the rows of a stream; beyond a row's end stands garbage."""
+    where = (stream, places, width)
+    outputs = stream_outputs(learner.model, params, *where, learner.temperature)
+    if learner.critic is None:
+        return outputs
+    values = stream_outputs(learner.critic, critic, *where).values
+    return outputs._replace(values=values)
+
+
 def loss(
     learner: Learner,
     trained: tuple[PyTree, PyTree],
     batch: Batch,
     weights: tuple[Float[Array, "B #T"], ...],
+    placed: tuple[Stream, Places] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """The weighted sum over these rows, additive over any cut of an update's rows.
 
-    `trained` is (params, critic); `weights` are those of each term.
+    `trained` is (params, critic); `weights` are those of each term; `placed` is the stream that the
+    rows lie in, where they are packed.
     """
     mask = batch.mask
-    outputs = forward(learner, *trained, batch.tokens, batch.positions, mask.shape[1])
+    if placed is None:
+        outputs = forward(learner, *trained, batch.tokens, batch.positions, mask.shape[1])
+        padding = batch.positions < 0
+    else:
+        outputs = forward_stream(learner, *trained, *placed, mask.shape[1])
+        padding = placed[0].positions < 0
     current = jax.lax.stop_gradient(outputs.logprobs)
     if learner.on_policy:
         batch = batch._replace(old_logprobs=current)
-    metrics = {}
+    metrics = {"padding": ops.mean(padding, jnp.ones_like(padding))}
     if learner.terms[0].algorithm.inputs is not of_scores:
         metrics["entropy"] = ops.mean(jax.lax.stop_gradient(outputs.entropy), mask)
     if learner.online:
@@ -139,40 +167,98 @@ def _gaps(current: Float[Array, "B T"], batch: Batch) -> Metrics:
 
 
 def gradients(
-    learner: Learner, trained: tuple[PyTree, PyTree], batch: Batch
+    learner: Learner,
+    trained: tuple[PyTree, PyTree],
+    batch: Batch,
+    prompts: Int[Array, " B"] | None = None,
 ) -> tuple[tuple[PyTree, PyTree], Float[Array, ""], Metrics]:
-    """Of one update's rows: summed over micro-batches in float32."""
+    """Of one update's rows: summed over micro-batches in float32. `prompts` says which rows share
+    theirs (None: as `learner.samples` says)."""
     pairs = zip(learner.terms, batch.signals, strict=True)
     weights = tuple(term.algorithm.weights(signal.mask) for term, signal in pairs)
-    pieces = jax.tree.map(lambda x: x.reshape(-1, learner.micro, *x.shape[1:]), (batch, weights))
+    value_and_grad = jax.value_and_grad(loss, argnums=1, has_aux=True)
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
+    nothing = (zeros, jnp.float32(0))
 
     def micro(total, piece):
-        value_and_grad = jax.value_and_grad(loss, argnums=1, has_aux=True)
         (value, metrics), grads = value_and_grad(learner, trained, *piece)
         return jax.tree.map(jnp.add, total, (grads, value)), metrics
 
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
-    (grads, value), metrics = jax.lax.scan(micro, (zeros, jnp.float32(0)), pieces)
+    def stream(total, stream, places, piece, first, inside):
+        batch, weights = piece
+        batch = batch._replace(
+            mask=batch.mask & inside[:, None],
+            signals=tuple(s._replace(mask=s.mask & inside[:, None]) for s in batch.signals),
+        )
+        weights = jax.tree.map(lambda x: jnp.where(inside[:, None], x, 0.0), weights)
+        sums, measured = total
+        sums, metrics = micro(sums, (batch, weights, (stream, places)))
+        return sums, ops.combine(measured, metrics)
+
+    if learner.packing:
+        batch, weights, packed, how = pack_rows(learner, batch, weights, prompts)
+        rows = jax.tree.map(lambda x: x[: how.rows], (batch, weights))
+        shapes = jax.eval_shape(lambda trained: loss(learner, trained, *rows)[1], trained)
+        start = (nothing, ops.nothing_measured(shapes))
+        (grads, value), metrics = for_each_stream(how, packed, (batch, weights), start, stream)
+    else:
+        pieces = jax.tree.map(
+            lambda x: x.reshape(-1, learner.micro, *x.shape[1:]), (batch, weights)
+        )
+        (grads, value), metrics = jax.lax.scan(micro, nothing, pieces)
+        metrics = ops.pool(metrics)
     names = {f"loss/{term.name}" for term in learner.terms}
     # A term's loss is a sum over micro-batches, not a mean.
     return (
         grads,
         value,
-        {
-            name: ops.scalar_metric(jnp.sum(m.total)) if name in names else m
-            for name, m in ops.pool(metrics).items()
-        },
+        {name: ops.scalar_metric(m.total) if name in names else m for name, m in metrics.items()},
     )
 
 
-def optimise(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+def pack_rows(
+    learner: Learner, batch: Batch, weights: PyTree, prompts: Int[Array, " B"] | None
+) -> tuple[Batch, PyTree, Packed, Layout]:
+    """The rows of an update, those of a prompt side by side, and where each lies."""
+    rows, width = batch.mask.shape
+    if prompts is None:
+        prompts = jnp.arange(rows) // learner.samples
+    unit = learner.unit
+    order = jnp.argsort(prompts[::unit], stable=True)
+    order = (order[:, None] * unit + jnp.arange(unit)).reshape(-1)
+    batch, weights, prompts = jax.tree.map(lambda x: x[order], (batch, weights, prompts))
+    packed, how = pack_text(learner, batch.tokens, batch.positions, batch.mask, prompts, width)
+    return batch, weights, packed, how
+
+
+def pack_text(
+    learner: Learner,
+    tokens: Int[Array, "B S"],
+    positions: Int[Array, "B S"],
+    mask: Bool[Array, "B T"],
+    prompts: Int[Array, " B"],
+    columns: int,
+) -> tuple[Packed, Layout]:
+    """`columns`: T, or T + 1 where the state after the last token is asked for too."""
+    rows, width = mask.shape
+    prompt = tokens.shape[1] - width
+    how = layout(rows, learner.micro, learner.samples, learner.unit, prompt, columns)
+    lengths = jnp.max(jnp.where(mask, jnp.arange(1, width + 1), 0), axis=1)
+    lengths = jnp.where(lengths > 0, lengths + columns - width, 0)
+    prompt_lengths = jnp.sum(positions[:, :prompt] >= 0, axis=1)
+    return pack(how, tokens, lengths, prompt_lengths, prompts), how
+
+
+def optimise(
+    learner: Learner, state: TrainState, batch: Batch, prompts: Int[Array, " B"] | None = None
+) -> tuple[TrainState, Metrics]:
     """One optimizer update.
 
     Without a token that a term learns from, or with a gradient that is not finite, nothing changes,
     neither parameters nor moments nor schedule, and the update counts as skipped.
     """
     trained = (state.params, state.critic)
-    grads, value, metrics = gradients(learner, trained, batch)
+    grads, value, metrics = gradients(learner, trained, batch, prompts)
     norm = optax.global_norm(grads)
     taught = jnp.stack([jnp.any(signal.mask & batch.mask) for signal in batch.signals])
     live = jnp.any(taught) & jnp.isfinite(norm)
@@ -213,15 +299,14 @@ def update(
         def cut(x):
             return x.reshape(learner.minibatches, rows // learner.minibatches, *x.shape[1:])
 
+        rows_now = (batch, jnp.arange(rows) // learner.samples)
         if learner.minibatches > 1:
             order = jax.random.permutation(key, rows // unit)
-            batch_now = jax.tree.map(lambda x: shuffle(x, order), batch)
-        else:
-            batch_now = batch
+            rows_now = jax.tree.map(lambda x: shuffle(x, order), rows_now)
         state, metrics = jax.lax.scan(
-            lambda state, minibatch: optimise(learner, state, minibatch),
+            lambda state, minibatch: optimise(learner, state, *minibatch),
             state,
-            jax.tree.map(cut, batch_now),
+            jax.tree.map(cut, rows_now),
         )
         return state, ops.pool(metrics)
 
@@ -259,3 +344,36 @@ def score_rows(
     pieces = jax.tree.map(lambda x: x.reshape(-1, learner.micro, x.shape[1]), (tokens, positions))
     outputs = jax.lax.map(lambda piece: forward(learner, params, critic, *piece, width), pieces)
     return jax.tree.map(lambda x: x.reshape(tokens.shape[0], *x.shape[2:]), outputs)
+
+
+def score_completions(
+    learner: Learner,
+    params: PyTree,
+    critic: PyTree,
+    tokens: Int[Array, "B S"],
+    positions: Int[Array, "B S"],
+    mask: Bool[Array, "B T"],
+) -> Outputs:
+    """`forward` on sampled rows, packed where the learner packs. Zeros outside the mask; the values
+    reach one column further than the row does."""
+    rows, width = mask.shape
+    if not learner.packing:
+        return score_rows(learner, params, critic, tokens, positions, width)
+    columns = width + (learner.valued is not None)
+    prompts = jnp.arange(rows) // learner.samples
+    packed, how = pack_text(learner, tokens, positions, mask, prompts, columns)
+
+    def stream(total, stream, places, piece, first, inside):
+        outputs = forward_stream(learner, params, critic, stream, places, width)
+        old = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, how.rows), total)
+        new = jax.tree.map(lambda x, y: jnp.where(inside[:, None], x, y), outputs, old)
+        return jax.tree.map(
+            lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, first, 0), total, new
+        )
+
+    def zeros(columns):
+        return jnp.zeros((rows + how.rows, columns), jnp.float32)
+
+    start = Outputs(zeros(width), zeros(width), zeros(width + 1))
+    outputs = for_each_stream(how, packed, (), start, stream)
+    return jax.tree.map(lambda x: x[:rows], outputs)

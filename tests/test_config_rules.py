@@ -105,6 +105,15 @@ def test_training_is_not_greedy():
     assert load(None, ["sampling.temperature=0"]).sampling.temperature == 0
 
 
+def test_more_slots_than_rows_are_refused():
+    given = ("batch.prompts=3", "batch.samples=4", "batch.micro=3")
+    message = refusal(*given, "sampling.slots=13")
+    assert "sampling.slots" in message and "batch.samples = 12" in message and "came 13" in message
+    assert load_training(None, [*given, "sampling.slots=12"]).sampling.slots == 12
+    # Where nothing is trained there is no step to count the rows of.
+    assert load(None, ["sampling.slots=9999"]).sampling.slots == 9999
+
+
 def test_rows_that_do_not_divide_are_refused_with_both_numbers():
     message = refusal("batch.prompts=3", "batch.samples=4", "batch.minibatches=5")
     assert "3 * 4 = 12" in message and "came 5" in message

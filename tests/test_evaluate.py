@@ -3,13 +3,9 @@
 import math
 from itertools import combinations
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import CONFIG, initial_params
 
-from rlx.assemble import Policy
 from rlx.evaluate import (
     HEADLINES,
     Completion,
@@ -25,7 +21,6 @@ from rlx.evaluate import (
     summarise_texts,
     told,
 )
-from rlx.generate import Draw, Generator
 from rlx.rewards.score import Score
 
 
@@ -174,27 +169,3 @@ def test_each_summary_has_its_own_headline_alone():
         assert HEADLINES.keys() & metrics.keys() == {name}
         assert {"stderr", "n"} <= metrics.keys()
     assert headline_of({"reward/mean": 1.0}) is None
-
-
-class Stops:
-    stop_ids, pad_id = (1,), 0
-
-
-@pytest.mark.parametrize("rows", [1, 4, 5, 64])
-def test_every_prompt_is_sampled_once_whatever_the_batch(rows):
-    """A last batch filled with copies, or cut, would repeat or lose some of the 7."""
-    policy = Policy(None, CONFIG, Stops, None, jnp.dtype("float32"))
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(2, CONFIG.vocab_size, (7, 4)).astype(np.int32)
-    positions = np.tile(np.arange(4, dtype=np.int32), (7, 1))
-    draw, key = Draw(3, 1.0), jax.random.key(5)
-
-    def sampled(rows):
-        generator = Generator(policy, max_new_tokens=5, rows=rows)
-        return generator(initial_params(), tokens, positions, draw, key)
-
-    whole, batched = sampled(21), sampled(rows)
-    assert whole.tokens.shape == (21, 5)
-    np.testing.assert_array_equal(whole.tokens, batched.tokens)
-    np.testing.assert_array_equal(whole.mask, batched.mask)
-    assert len({tuple(row) for row in whole.tokens[:3]}) > 1

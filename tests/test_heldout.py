@@ -161,7 +161,8 @@ def samples_of(lengths, seed=3):
     mask = np.arange(4) < np.array(lengths)[:, None]
     tokens = np.where(mask, rng.integers(2, 16, mask.shape), PAD).astype(np.int32)
     count = len(lengths)
-    return Samples(tokens, mask, np.zeros(mask.shape), np.zeros(count, bool), np.ones(count, bool))
+    nothing, no, yes = np.zeros(mask.shape), np.zeros(count, bool), np.ones(count, bool)
+    return Samples(tokens, mask, nothing, no, yes, np.int32(4 * count))
 
 
 def test_a_reward_model_scores_a_sample_behind_its_own_prompt():

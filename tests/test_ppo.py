@@ -23,7 +23,7 @@ from toy import (
 from model.qwen import Qwen
 from rlx import ops
 from rlx.advantages import gae, gae_plain, gae_whitened, whiten
-from rlx.prepare import Frozen, critic_metrics, prepare, score_rollout
+from rlx.prepare import Frozen, critic_metrics, prepare, score_text
 from rlx.rollout import begin, empty_rollout
 from rlx.shaping import Shaping
 from rlx.train import fused, initial_state, staged, start_memory
@@ -243,16 +243,18 @@ def test_values_stand_before_their_tokens_and_the_bootstrap_after_the_last(separ
     not that before it."""
     made = ppo_plan(separate)
     pending, state = sampled(made), start(made, separate)
-    rollout = score_rollout(made, state, Frozen(), pending.rollout)
+    rollout = pending.rollout
+    text = (rollout.tokens, rollout.positions, rollout.mask, rollout.truncated)
+    scored = score_text(made, state, Frozen(), *text)
     outputs = forward(
         made.learner, state.params, state.critic, rollout.tokens, rollout.positions, 3
     )
     np.testing.assert_allclose(
-        rollout.values, jnp.where(rollout.mask, outputs.values[:, :3], 0), atol=1e-5
+        scored.values, jnp.where(rollout.mask, outputs.values[:, :3], 0), atol=1e-5
     )
-    np.testing.assert_array_equal(rollout.bootstrap[:16], 0.0)
-    np.testing.assert_allclose(rollout.bootstrap[16:], outputs.values[16:, 3], atol=1e-5)
-    assert jnp.max(jnp.abs(rollout.bootstrap[16:] - rollout.values[16:, 2])) > 1e-2
+    np.testing.assert_array_equal(scored.bootstrap[:16], 0.0)
+    np.testing.assert_allclose(scored.bootstrap[16:], outputs.values[16:, 3], atol=1e-5)
+    assert jnp.max(jnp.abs(scored.bootstrap[16:] - scored.values[16:, 2])) > 1e-2
 
 
 def test_the_critic_learns_from_returns_of_the_whole_reward():

@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from model.draw import Filters, draw, keep, likeliest
 from model.heads import completion_outputs, logits
 from model.qwen import Qwen, head_kernel
-from model.sample import Filters, draw, keep, sample
+from model.sample import sample
 
 N, G, P, T = 3, 8, 6, 12
 NEVER = jnp.array([-1, -1])
@@ -351,6 +352,52 @@ def test_the_filters_allow_what_those_of_transformers_allow(temperature):
                     wanted = MinPLogitsWarper(min_p)(None, wanted)
                 allowed = np.isfinite(wanted.numpy())
                 np.testing.assert_array_equal(run(top_k, top_p, min_p), allowed)
+
+
+def kept_by_sorting(probs, filters):
+    """The filters as they are defined: on all tokens, sorted."""
+    order = jnp.argsort(-probs, axis=-1, stable=True)
+    ranked = jnp.take_along_axis(probs, order, axis=-1)
+    rank = jnp.arange(probs.shape[-1])
+    kept = (rank < filters.top_k) | jnp.equal(filters.top_k, 0)
+    ranked = jnp.where(kept, ranked, 0.0)
+    before = jnp.cumsum(ranked, axis=-1) - ranked
+    nucleus = before < filters.top_p * jnp.sum(ranked, axis=-1, keepdims=True)
+    kept &= nucleus | jnp.greater_equal(filters.top_p, 1.0)
+    kept &= ranked >= filters.min_p * ranked[:, :1]
+    kept |= rank == 0
+    back = jnp.argsort(order, axis=-1)
+    return jnp.where(jnp.take_along_axis(kept, back, axis=-1), probs, 0.0)
+
+
+@pytest.mark.parametrize("sharpness", [0.2, 1.0, 4.0])
+def test_the_candidates_decide_as_a_sort_of_all_does(sharpness):
+    """In each flat row the cut falls beyond the candidates, in each sharp one before; and half of
+    the probabilities occur twice or more, so that a tie lies at every place of a cut."""
+    scores = np.random.default_rng(7).normal(size=(12, 700)).astype(np.float32) * sharpness
+    scores[:, ::2] = np.round(scores[:, ::2], 1)
+    probs = jax.nn.softmax(scores)
+    short, whole = jax.jit(keep), jax.jit(kept_by_sorting)
+    beyond = 0
+    for top_k in (0, 1, 127, 128, 129, 500, 900):
+        for top_p in (0.0, 0.3, 0.9, 0.999, 1.0):
+            for min_p in (0.0, 0.02, 0.4, 1.0):
+                filters = Filters(top_k, top_p, min_p)
+                wanted = np.asarray(whole(probs, filters))
+                np.testing.assert_array_equal(short(probs, filters), wanted)
+                beyond += (wanted > 0).sum(axis=1).max() > 128
+    assert beyond > 0
+
+
+@pytest.mark.parametrize("size", [130, 700, 3001])
+def test_the_likeliest_are_those_of_a_sort(size):
+    """With four values alone nearly all are ties, within a part and between parts."""
+    rng = np.random.default_rng(3)
+    for values in (rng.random((8, size)), rng.integers(0, 4, (8, size)) / 4):
+        probs = jnp.asarray(values, jnp.float32)
+        top, ids = jax.jit(likeliest, static_argnums=1)(probs, 20)
+        np.testing.assert_array_equal(ids, np.argsort(-values, axis=1, kind="stable")[:, :20])
+        np.testing.assert_array_equal(top, np.take_along_axis(np.asarray(probs), ids, 1))
 
 
 def test_filtered_draws_keep_the_logprobs_of_the_full_softmax(

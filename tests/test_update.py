@@ -71,12 +71,12 @@ def whole(name):
 
 
 def measured(name, metrics):
-    """Without those of the other terms."""
+    """Without those of the other terms, and the share of padding, which is no result."""
     others = tuple(f"{other}/" for other in EVERY if other != name)
     return {
         key: value
         for key, value in ops.values(metrics).items()
-        if not key.startswith((*others, "loss/"))
+        if not key.startswith((*others, "loss/")) and key != "padding"
     } | {"loss": float(metrics[f"loss/{name}"].total)}
 
 

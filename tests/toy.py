@@ -165,8 +165,10 @@ def sampling(**changes) -> Sampling:
     base = Sampling(
         model=CONFIG,
         dtype=jnp.dtype("float32"),
+        activations=jnp.dtype("float32"),
         prompts=2,
         samples=4,
+        slots=0,
         max_new_tokens=3,
         temperature=1.0,
         stop_ids=(STOP,),

@@ -167,6 +167,7 @@ GROUPS: Mapping[str, Sequence[Chart]] = {
         Chart("Gradient norm", "norm", {"gradient_norm": "gradient"}),
         Chart("Learning rate", "rate", {"learning_rate": "learning rate"}),
         Chart("Time of a step", "seconds", {"seconds": "step"}),
+        Chart("Time of its phases", "seconds", {"seconds/*": ""}),
     ),
 }
 

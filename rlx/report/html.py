@@ -19,7 +19,7 @@ from model.errors import BadInput
 from rlx.files import write_atomically
 from rlx.report.curves import curves
 from rlx.report.metrics import read_lines
-from rlx.report.progress import clock_time
+from rlx.report.progress import clock_time, compilation_told
 from rlx.report.samples import sample_browser
 from rlx.report.scores import score_table
 
@@ -109,6 +109,7 @@ def _facts(config: Row, summary: Row, metrics: Sequence[Row]) -> str:
     if seconds is None:
         known = [line["seconds"] for line in train if line.get("seconds") is not None]
         seconds = math.fsum(known) if known else None
+    compiled = summary.get("compile_seconds")
     taken = train[-1]["step"] if train else summary.get("steps")
     wanted = _setting(config, "loop", "steps")
     steps = "" if taken is None else f"{taken} of {wanted}" if wanted else str(taken)
@@ -119,6 +120,7 @@ def _facts(config: Row, summary: Row, metrics: Sequence[Row]) -> str:
         "Reward model": _setting(config, "reward", "model"),
         "Steps": steps,
         "Duration": "" if seconds is None else clock_time(seconds),
+        "Compilation": compilation_told(compiled) if compiled else "",
         "Seed": _setting(config, "run", "seed"),
         "Checkpoint": summary.get("checkpoint"),
         "Final model": summary.get("hf"),

@@ -215,6 +215,12 @@ def clock_time(seconds: int | float | None) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
+def compilation_told(seconds: Mapping[str, int | float]) -> str:
+    """What the programs took to make, together and each."""
+    programs = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
+    return f"{sum(seconds.values()):.1f} s" + (f" ({programs})" if programs else "")
+
+
 def _brief(value: SupportsFloat) -> str:
     number = float(value)
     return f"{number:.0f}" if abs(number) >= 100 else f"{number:.3g}"

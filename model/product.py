@@ -1,0 +1,49 @@
+"""The matrix product of all layers: factors of a chosen type, sums in float32, both ways."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def product(
+    left: Float[Array, "*batch n i"], right: Float[Array, "*batch i o"], dtype: DTypeLike
+) -> Float[Array, "*batch n o"]:
+    """left @ right in float32, of factors rounded to `dtype`; so are those of its gradients.
+
+    Autodiff would multiply a float32 slope with a bfloat16 factor, at the speed of float32.
+    """
+    return _total(left.astype(dtype), right.astype(dtype))
+
+
+def _forward(left, right, dtype):
+    return product(left, right, dtype), (left, right)
+
+
+def _backward(dtype, factors, slope):
+    left, right = factors
+    slope = slope.astype(dtype)
+    of_left = _total(slope, jnp.swapaxes(right.astype(dtype), -1, -2))
+    of_right = _total(_turned(left.astype(dtype)), slope)
+    return of_left.astype(left.dtype), of_right.astype(right.dtype)
+
+
+product.defvjp(_forward, _backward)
+
+_total = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+
+
+def _turned(x: Float[Array, "*batch n i"]) -> Float[Array, "*batch i n"]:
+    """The transpose, written out on CPU where it is bfloat16: XLA's fast product there knows no
+    transposed left factor, and would fall back to float32."""
+    turned = jnp.swapaxes(x, -1, -2)
+    if x.dtype != jnp.bfloat16:
+        return turned
+    rows = Layout(tuple(range(x.ndim)))
+    return jax.lax.platform_dependent(
+        turned, cpu=lambda y: with_layout_constraint(y, rows), default=lambda y: y
+    )

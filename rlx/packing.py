@@ -1,0 +1,130 @@
+"""Which rows of an update pass through the model together: streams without padding.
+
+Rows keep their order. A stream takes rows as long as their tokens, and their prompts' once, fit
+in. A row without a token takes no place.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, PyTree
+
+from model.stream import Places, Shape, lay_out
+
+FULLER = 8
+"""A stream holds at most so many times the rows that fill it at full length."""
+WIDEST_BLOCK = 64
+"""Columns. Wider ones leave more of the stream empty, narrower ones make small matrix products."""
+
+
+class Packed(NamedTuple):
+    """The rows of an update, and where each of them lies."""
+
+    tokens: Int[Array, "B S"]
+    streams: Int[Array, " B"]
+    """The number of each row's stream, rising."""
+    places: Places
+    count: Int[Array, ""]
+    """Streams."""
+
+
+class Layout(NamedTuple):
+    """What is static of packing."""
+
+    shape: Shape
+    rows: int
+    """A stream has at most so many."""
+    unit: int
+    """Rows that share a prompt and stay in one stream."""
+
+
+def layout(batch_rows: int, micro: int, samples: int, unit: int, prompt: int, row: int) -> Layout:
+    """Of streams that hold `micro` rows of full length, `samples` of which share a prompt."""
+    block = WIDEST_BLOCK
+    while block > 8 and block > row // 2:
+        block //= 2
+    groups = -(-micro // samples)
+    tokens = _whole(micro * row, block) + groups * _whole(max(prompt - 1, 1), block)
+    return Layout(Shape(tokens, block, prompt, row), min(batch_rows, FULLER * micro), unit)
+
+
+def _whole(length, block):
+    return -(-length // block) * block
+
+
+def pack(
+    layout: Layout,
+    tokens: Int[Array, "B S"],
+    lengths: Int[Array, " B"],
+    prompt_lengths: Int[Array, " B"],
+    prompts: Int[Array, " B"],
+) -> Packed:
+    """`prompts` says which rows share theirs: rows that do are best neighbours."""
+    (size, block, *_), unit = layout.shape, layout.unit
+    widest = (layout.shape.reach + 1) * block
+    by_unit = lengths.reshape(-1, unit)
+    # The rows of a larger unit all begin with a block, so that they fit in like one.
+    inside = by_unit if unit == 1 else _whole(by_unit, block)
+
+    def place(carry, of_unit):
+        stream, left, right, held, before = carry
+        length, prompt_length, prompt = of_unit
+        slot = _whole(prompt_length - 1, block)
+        other = (prompt != before) & (length > 0)
+        # A row that would lie in more blocks than the longest has to begins with a block, too.
+        beyond = left % block + length > widest
+        start = jnp.where(other | beyond | (unit > 1), _whole(left, block), left)
+        taken = jnp.where(other, right + slot, right)
+        full = (start + length + taken > size) | (held + unit > layout.rows)
+        start = jnp.where(full, 0, start)
+        taken = jnp.where(full, jnp.where(length > 0, slot, 0), taken)
+        held = jnp.where(full, 0, held) + unit
+        before = jnp.where(length > 0, prompt, jnp.where(full, -1, before))
+        stream = stream + full
+        return (stream, start + length, taken, held, before), (stream, start, size - taken)
+
+    zero = jnp.int32(0)
+    units = (jnp.sum(inside, axis=1), prompt_lengths[::unit], prompts[::unit])
+    (last, *_), (streams, starts, prompt_starts) = jax.lax.scan(
+        place, (zero, zero, zero, zero, jnp.int32(-1)), units
+    )
+    starts = (starts[:, None] + jnp.cumsum(inside, axis=1) - inside).reshape(-1)
+    places = Places(starts, lengths, jnp.repeat(prompt_starts, unit), prompt_lengths)
+    return Packed(tokens, jnp.repeat(streams, unit), places, last + 1)
+
+
+def for_each_stream(
+    layout: Layout, packed: Packed, rows: PyTree, start: PyTree, body: Callable
+) -> PyTree:
+    """Folds `body(total, stream, places, rows, first, inside)` over the streams that hold a token.
+
+    `rows` are those that belong to the stream, cut along: `layout.rows` of them from the row
+    `first`, of which `inside` is false on those of other streams.
+    """
+    cap = layout.rows
+
+    def padded(x):
+        return jnp.pad(x, ((0, cap), *[(0, 0)] * (x.ndim - 1)))
+
+    everything = jax.tree.map(padded, (packed.tokens, packed.places, rows))
+    numbers = jnp.pad(packed.streams, (0, cap), constant_values=-1)
+
+    def one(number, total):
+        first = jnp.searchsorted(packed.streams, number)
+
+        def cut(x):
+            return jax.lax.dynamic_slice_in_dim(x, first, cap)
+
+        tokens, places, piece = jax.tree.map(cut, everything)
+        inside = cut(numbers) == number
+        places = places._replace(lengths=jnp.where(inside, places.lengths, 0))
+
+        def use():
+            stream = lay_out(layout.shape, places, tokens)
+            return body(total, stream, places, piece, first, inside)
+
+        return jax.lax.cond(jnp.any(places.lengths > 0), use, lambda: total)
+
+    return jax.lax.fori_loop(0, packed.count, one, start)
