@@ -76,11 +76,14 @@ def measure(call: Callable[[], None], *, reps: int, warmup: int) -> dict:
 
     Returns what `summary` does, the first call's seconds (compilation included) with it.
     """
+    from rlx.compilation import give_back_memory
+
     seconds = []
     for _ in range(max(1, warmup)):
         start = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - start)
+    give_back_memory()  # as a run does after its first steps
     reset_peak()
     quiet, rows = Quiet(), []
     while sum(row[2] < CLEAN for row in rows) < reps and len(rows) < 2 * reps:

@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -28,22 +27,10 @@ def _backward(dtype, factors, slope):
     left, right = factors
     slope = slope.astype(dtype)
     of_left = _total(slope, jnp.swapaxes(right.astype(dtype), -1, -2))
-    of_right = _total(_turned(left.astype(dtype)), slope)
+    of_right = _total(jnp.swapaxes(left.astype(dtype), -1, -2), slope)
     return of_left.astype(left.dtype), of_right.astype(right.dtype)
 
 
 product.defvjp(_forward, _backward)
 
 _total = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
-
-
-def _turned(x: Float[Array, "*batch n i"]) -> Float[Array, "*batch i n"]:
-    """The transpose, written out on CPU where it is bfloat16: XLA's fast product there knows no
-    transposed left factor, and would fall back to float32."""
-    turned = jnp.swapaxes(x, -1, -2)
-    if x.dtype != jnp.bfloat16:
-        return turned
-    rows = Layout(tuple(range(x.ndim)))
-    return jax.lax.platform_dependent(
-        turned, cpu=lambda y: with_layout_constraint(y, rows), default=lambda y: y
-    )

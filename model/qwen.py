@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from model.attention import Context, WholeRows, causal_mask, rotary_phases, rotate
+from model.attention import Context, rotary_phases, rotate
 from model.config import ModelConfig
+from model.kernels import first_columns, roll_left, whole_rows
 from model.product import product
 
 INITIAL_SCALE = 0.02
@@ -56,6 +57,8 @@ class Projection(nn.Module):
         width = math.prod(self.shape[: self.inputs])
         # One plain matrix product: on CPU its backward pass is half as long again as an einsum.
         y = product(x.reshape(-1, width), kernel.reshape(width, -1), self.dtype)
+        if self.has_variable("params", "kernel_scale"):  # an int8 kernel: model/quantize.py
+            y = y * self.get_variable("params", "kernel_scale").reshape(-1)
         y = y.astype(x.dtype).reshape(*batch, *out)
         if self.bias:
             axes = self.axes[self.inputs :]
@@ -151,6 +154,8 @@ class Qwen(nn.Module):
     unroll: int = 1
     """Layers an iteration of the scan over layers. All of them where stacking their activations
     costs more than compiling each layer: a third of an update on CPU."""
+    attention: str = "plain"
+    """Of whole rows: or a fused kernel, `cudnn` or `tpu` (model/kernels.py)."""
 
     @nn.compact
     def __call__(
@@ -160,6 +165,10 @@ class Qwen(nn.Module):
         context: Context | None = None,
     ) -> Float[Array, "B S D"]:
         c = self.config
+        rolled = context is None and self.attention == "cudnn"
+        if rolled:
+            start = first_columns(positions)
+            tokens, positions = roll_left(tokens, start), roll_left(positions, start)
         normal = nn.initializers.normal(INITIAL_SCALE)
         x = nn.Embed(
             c.vocab_size,
@@ -181,12 +190,13 @@ class Qwen(nn.Module):
             unroll=self.unroll,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
-        context = WholeRows(causal_mask(positions)) if context is None else context
+        context = whole_rows(self.attention, positions) if context is None else context
         x, _ = layers(c, self.dtype, name="layers")(x, positions, context)
         if self.is_initializing() and not c.tie_embeddings:
             shape = (c.hidden_size, c.vocab_size)
             Projection(shape, ("embed", "vocab"), self.dtype, name="lm_head")(x)
-        return RMSNorm(c.norm_epsilon, "embed", name="norm")(x)
+        x = RMSNorm(c.norm_epsilon, "embed", name="norm")(x)
+        return roll_left(x, -start) if rolled else x
 
 
 def initialise(config: ModelConfig, key: jax.Array) -> PyTree:

@@ -21,10 +21,21 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from model.config import ModelConfig
-from model.decode import Cache, Prompt, Visible, decode, prefill, prepare, room, widened
+from model.decode import (
+    Cache,
+    Prompt,
+    Visible,
+    decode,
+    emptied,
+    prefill,
+    prepare,
+    room,
+    widened,
+)
 from model.draw import Drawn, Filters, draw_token
 from model.errors import BadInput
 from model.heads import logits
+from model.quantize import Stored, quantize
 from model.qwen import head_kernel
 
 STRIDE = 4
@@ -110,13 +121,16 @@ def sample(
     limits: Int[Array, "N G"] | None = None,
     dtype: DTypeLike = jnp.float32,
     activations: DTypeLike | None = None,
+    weights: Stored = "auto",
+    cache: Stored = "auto",
 ) -> Samples:
     """G completions of each prompt, padded on its left to P >= 2; row b is of prompt b // G.
 
     `slots` rows are decoded at a time (None: all). A row has its own limit where `limits` are
     given, of which `max_new_tokens` is the most. A row depends on its own prompt, key and limit
     alone. Temperature 0 is greedy; its log-probabilities are those at temperature 1. Factors of
-    matrix products are of `dtype`, what lies between products of `activations` (None: of `dtype`).
+    matrix products are of `dtype`, what lies between products of `activations` (None: of `dtype`);
+    kernels and cache may lie in int8, and log-probabilities are then those of the rounded model.
     Raises BadInput for P < 2 and for less than one slot.
     """
     prompts, width = tokens.shape
@@ -128,10 +142,11 @@ def sample(
         raise BadInput(f"slots must be at least 1, and is {slots}.")
     group = keys.shape[1]
     count = prompts * group
-    kernel = head_kernel(config, params).astype(dtype)
-    params = prepare(params, dtype, activations)
+    kernel = head_kernel(config, params)
+    kernel, scale = quantize(kernel, 0) if weights == "int8" else (kernel.astype(dtype), None)
+    params = prepare(params, dtype, activations, weights)
     prompt_mask = positions[:, :-1] >= 0
-    prefilled = prefill(config, params, tokens[:, :-1], positions[:, :-1], dtype)
+    prefilled = prefill(config, params, tokens[:, :-1], positions[:, :-1], dtype, cache)
     if limits is None:
         limits = jnp.full((prompts, group), max_new_tokens)
     rows = Rows(
@@ -154,7 +169,9 @@ def sample(
         hidden, caches = decode(
             config, params, state.token[:, None], position, state.caches, visible, dtype
         )
-        raw = logits(config, kernel, hidden[:, 0].astype(dtype))
+        raw = logits(config, kernel.astype(dtype), hidden[:, 0].astype(dtype))
+        if scale is not None:
+            raw = raw * scale
         drawn = draw_token(raw, rows.uniforms[state.row, state.age], temperature, filters)
         line = Log(drawn, jnp.where(state.live, state.row, -1))
         age = state.age + state.live
@@ -261,12 +278,11 @@ def _refill(state: State, rows: Rows, prefilled: list[Prompt]) -> State:
         )
         return cache._replace(prompt=own)
 
-    def emptied(caches):
-        return [cache._replace(values=choose(0.0, cache.values)) for cache in caches]
-
-    # A weight of 0 does not hide the infinities that a broken row has left.
     caches = jax.lax.cond(
-        jnp.any(fresh & ~state.clean), emptied, lambda caches: caches, state.caches
+        jnp.any(fresh & ~state.clean),
+        lambda caches: [emptied(cache, fresh) for cache in caches],
+        lambda caches: caches,
+        state.caches,
     )
     at = jnp.where(fresh, row, count)
     return state._replace(

@@ -14,6 +14,7 @@ import model
 from model.config import ModelConfig, read_config
 from model.errors import BadInput
 from model.heads import with_value_head
+from model.kernels import fitting, obstacle, this_device
 from model.load import load_params
 from model.qwen import Qwen, initialise
 from model.sample import Filters
@@ -197,13 +198,30 @@ def activations(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float32) if jax.default_backend() == "cpu" else dtype
 
 
+def attention(config: Config, shape: ModelConfig, dtype: jnp.dtype) -> str:
+    """How a model of this shape attends over whole rows here.
+
+    Raises BadInput where the kernel that is asked for can't do it.
+    """
+    chosen, device = config.model.attention, this_device()
+    packed = offline(config) and bool(config.batch.packing)
+    if chosen == "auto":
+        return fitting(shape, dtype, packed, device)
+    why = "" if chosen == "plain" else obstacle(chosen, shape, dtype, packed, device)
+    if why:
+        raise BadInput(f"model.attention: expected auto or plain, since {why}; came {chosen}.")
+    return chosen
+
+
 def network(config: Config, shape: ModelConfig, dtype: jnp.dtype) -> Qwen:
+    """Raises BadInput where `model.attention` is not possible here."""
     layers = shape.num_layers
     return Qwen(
         shape,
         dtype,
         activations=activations(dtype),
         remat=config.model.remat,
+        attention=attention(config, shape, dtype),
         unroll=layers if jax.default_backend() == "cpu" and layers <= UNROLLED_LAYERS else 1,
     )
 
@@ -268,6 +286,8 @@ def make_plan(
             dynamic=rollout.dynamic_sampling,
             max_rounds=rollout.max_rounds if rollout.dynamic_sampling else 1,
             overlong_buffer=rollout.overlong_buffer,
+            weights=config.sampling.weights,
+            cache=config.sampling.cache,
         ),
         learner=learner,
         shaping=Shaping(

@@ -28,7 +28,8 @@ def _offline(config: Config) -> Iterator[Problem]:
     unread = [
         path for section in ("rollout", "reward", "critic") for path in keys_of(config, section)
     ]
-    unread.append("loop.mode")
+    # Evaluation samples from the model as it is.
+    unread += ["loop.mode", "sampling.weights", "sampling.cache"]
     yield from ignored(config, unread, f"{name} samples nothing")
     if source(config) == "pairs":
         sampled = [f"sampling.{key}" for key in ("temperature", "top_k", "top_p", "min_p", "slots")]

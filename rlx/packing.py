@@ -38,16 +38,20 @@ class Layout(NamedTuple):
     """A stream has at most so many."""
     unit: int
     """Rows that share a prompt and stay in one stream."""
+    single: bool
+    """One stream holds all rows, however long they are."""
 
 
-def layout(batch_rows: int, micro: int, samples: int, unit: int, prompt: int, row: int) -> Layout:
-    """Of streams that hold `micro` rows of full length, `samples` of which share a prompt."""
+def layout(batch_rows: int, micro: int, prompts: int, unit: int, prompt: int, row: int) -> Layout:
+    """Of streams that hold `micro` of the batch's rows at full length, and `prompts` prompts."""
     block = WIDEST_BLOCK
     while block > 8 and block > row // 2:
         block //= 2
-    groups = -(-micro // samples)
-    tokens = _whole(micro * row, block) + groups * _whole(max(prompt - 1, 1), block)
-    return Layout(Shape(tokens, block, prompt, row), min(batch_rows, FULLER * micro), unit)
+    rows, single = min(batch_rows, FULLER * micro), batch_rows <= micro
+    # In a single stream there is room for each row to begin with a block: so all fit in.
+    tokens = micro * _whole(row, block) if single else _whole(micro * row, block)
+    tokens += prompts * _whole(max(prompt - 1, 1), block)
+    return Layout(Shape(tokens, block, prompt, row), rows, unit, single)
 
 
 def _whole(length, block):
@@ -96,14 +100,23 @@ def pack(
 
 
 def for_each_stream(
-    layout: Layout, packed: Packed, rows: PyTree, start: PyTree, body: Callable
+    layout: Layout,
+    packed: Packed,
+    rows: PyTree,
+    of_stream: Callable,
+    start: PyTree,
+    add: Callable,
 ) -> PyTree:
-    """Folds `body(total, stream, places, rows, first, inside)` over the streams that hold a token.
+    """`add(total, of_stream(stream, places, rows, inside), first, inside)` from `start` on, over
+    the streams that hold a token; a single stream's result as it is.
 
     `rows` are those that belong to the stream, cut along: `layout.rows` of them from the row
     `first`, of which `inside` is false on those of other streams.
     """
     cap = layout.rows
+    if layout.single:
+        stream = lay_out(layout.shape, packed.places, packed.tokens)
+        return of_stream(stream, packed.places, rows, jnp.ones(cap, bool))
 
     def padded(x):
         return jnp.pad(x, ((0, cap), *[(0, 0)] * (x.ndim - 1)))
@@ -123,7 +136,7 @@ def for_each_stream(
 
         def use():
             stream = lay_out(layout.shape, places, tokens)
-            return body(total, stream, places, piece, first, inside)
+            return add(total, of_stream(stream, places, piece, inside), first, inside)
 
         return jax.lax.cond(jnp.any(places.lengths > 0), use, lambda: total)
 

@@ -8,7 +8,7 @@ from jaxtyping import PyTree
 
 from model.tokenizer import Tokenizer
 from rlx import ops
-from rlx.compilation import Compilation
+from rlx.compilation import Compilation, give_back_memory
 from rlx.evaluate import Evaluation, told
 from rlx.prepare import Preview
 from rlx.report.metrics import MetricsWriter
@@ -108,6 +108,7 @@ class Record:
         if not self._told_compilation:
             self.progress.note(f"compiled in {compilation_told(chunk.compiled)}")
             self._told_compilation = True
+            give_back_memory()
         for i in range(length):
             values = ops.values(jax.tree.map(lambda leaf, i=i: leaf[i], chunk.metrics))
             values["seconds"] = chunk.seconds / length

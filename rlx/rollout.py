@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from model.config import ModelConfig
+from model.quantize import Stored
 from model.sample import Samples, sample
 from rlx import ops
 from rlx.advantages import mixed
@@ -55,6 +56,8 @@ class Sampling(NamedTuple):
     max_rounds: int
     overlong_buffer: int
     """Tokens before the limit over which the length penalty grows; 0 for none."""
+    weights: Stored = "auto"
+    cache: Stored = "auto"
 
 
 class Scores(NamedTuple):
@@ -215,6 +218,8 @@ def sample_rows(
         slots=sampling.slots or None,
         dtype=sampling.dtype,
         activations=sampling.activations,
+        weights=sampling.weights,
+        cache=sampling.cache,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 from pydantic import Field, SerializeAsAny
 
+from model.quantize import Stored
 from rlx.algorithms.critic import value
 from rlx.algorithms.record import hyper_parameters
 from rlx.corrections import CORRECTIONS
@@ -49,6 +50,11 @@ class ModelSettings(Section):
         description="to save memory, recompute each layer in the backward pass: block: all of it; "
         "dots: all but its projections",
     )
+    attention: Literal["auto", "plain", "cudnn", "tpu"] = Field(
+        "auto",
+        description="over rows that are in no stream: cudnn and tpu are fused kernels; auto: the "
+        "device's, where it can compute the model, else plain",
+    )
 
 
 class SamplingSettings(Section):
@@ -65,6 +71,15 @@ class SamplingSettings(Section):
         ge=0,
         description="rows decoded at a time, the next in the place of a finished one; 0: all of "
         "a step's (evaluation: eval.batch, generate: 256)",
+    )
+    weights: Stored = Field(
+        "auto",
+        description="how kernels lie in memory while training samples; int8: with a scale an "
+        "output channel; auto: in model.dtype, as in evaluation and generate always",
+    )
+    cache: Stored = Field(
+        "auto",
+        description="how keys and values lie there; int8: with a scale a token and head",
     )
 
 

@@ -177,30 +177,41 @@ def gradients(
     pairs = zip(learner.terms, batch.signals, strict=True)
     weights = tuple(term.algorithm.weights(signal.mask) for term, signal in pairs)
     value_and_grad = jax.value_and_grad(loss, argnums=1, has_aux=True)
+    # Without a sum that one micro-batch does not need there is one set of gradients in memory.
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
     nothing = (zeros, jnp.float32(0))
 
-    def micro(total, piece):
-        (value, metrics), grads = value_and_grad(learner, trained, *piece)
-        return jax.tree.map(jnp.add, total, (grads, value)), metrics
+    def of_rows(batch, weights, placed=None):
+        (value, metrics), grads = value_and_grad(learner, trained, batch, weights, placed)
+        return (grads, value), metrics
 
-    def stream(total, stream, places, piece, first, inside):
+    def of_stream(stream, places, piece, inside):
         batch, weights = piece
         batch = batch._replace(
             mask=batch.mask & inside[:, None],
             signals=tuple(s._replace(mask=s.mask & inside[:, None]) for s in batch.signals),
         )
         weights = jax.tree.map(lambda x: jnp.where(inside[:, None], x, 0.0), weights)
-        sums, measured = total
-        sums, metrics = micro(sums, (batch, weights, (stream, places)))
-        return sums, ops.combine(measured, metrics)
+        return of_rows(batch, weights, (stream, places))
+
+    def add(total, result, first, inside):
+        (sums, measured), (more, metrics) = total, result
+        return jax.tree.map(jnp.add, sums, more), ops.combine(measured, metrics)
+
+    def micro(total, piece):
+        more, metrics = of_rows(*piece)
+        return jax.tree.map(jnp.add, total, more), metrics
 
     if learner.packing:
         batch, weights, packed, how = pack_rows(learner, batch, weights, prompts)
         rows = jax.tree.map(lambda x: x[: how.rows], (batch, weights))
         shapes = jax.eval_shape(lambda trained: loss(learner, trained, *rows)[1], trained)
         start = (nothing, ops.nothing_measured(shapes))
-        (grads, value), metrics = for_each_stream(how, packed, (batch, weights), start, stream)
+        (grads, value), metrics = for_each_stream(
+            how, packed, (batch, weights), of_stream, start, add
+        )
+    elif len(batch.mask) == learner.micro:
+        (grads, value), metrics = of_rows(batch, weights)
     else:
         pieces = jax.tree.map(
             lambda x: x.reshape(-1, learner.micro, *x.shape[1:]), (batch, weights)
@@ -242,7 +253,11 @@ def pack_text(
     """`columns`: T, or T + 1 where the state after the last token is asked for too."""
     rows, width = mask.shape
     prompt = tokens.shape[1] - width
-    how = layout(rows, learner.micro, learner.samples, learner.unit, prompt, columns)
+    # Rows of one prompt are one group, or, after a shuffle, as many as came into this mini-batch.
+    groups = min(rows, -(-learner.minibatches * rows // learner.samples))
+    if learner.micro < rows:
+        groups = -(-learner.micro // learner.samples)
+    how = layout(rows, learner.micro, groups, learner.unit, prompt, columns)
     lengths = jnp.max(jnp.where(mask, jnp.arange(1, width + 1), 0), axis=1)
     lengths = jnp.where(lengths > 0, lengths + columns - width, 0)
     prompt_lengths = jnp.sum(positions[:, :prompt] >= 0, axis=1)
@@ -354,8 +369,8 @@ def score_completions(
     positions: Int[Array, "B S"],
     mask: Bool[Array, "B T"],
 ) -> Outputs:
-    """`forward` on sampled rows, packed where the learner packs. Zeros outside the mask; the values
-    reach one column further than the row does."""
+    """`forward` on sampled rows, packed where the learner packs. Outside the mask stands garbage;
+    the values reach one column further than the row does."""
     rows, width = mask.shape
     if not learner.packing:
         return score_rows(learner, params, critic, tokens, positions, width)
@@ -363,8 +378,10 @@ def score_completions(
     prompts = jnp.arange(rows) // learner.samples
     packed, how = pack_text(learner, tokens, positions, mask, prompts, columns)
 
-    def stream(total, stream, places, piece, first, inside):
-        outputs = forward_stream(learner, params, critic, stream, places, width)
+    def of_stream(stream, places, piece, inside):
+        return forward_stream(learner, params, critic, stream, places, width)
+
+    def add(total, outputs, first, inside):
         old = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, how.rows), total)
         new = jax.tree.map(lambda x, y: jnp.where(inside[:, None], x, y), outputs, old)
         return jax.tree.map(
@@ -375,5 +392,5 @@ def score_completions(
         return jnp.zeros((rows + how.rows, columns), jnp.float32)
 
     start = Outputs(zeros(width), zeros(width), zeros(width + 1))
-    outputs = for_each_stream(how, packed, (), start, stream)
+    outputs = for_each_stream(how, packed, (), of_stream, start, add)
     return jax.tree.map(lambda x: x[:rows], outputs)
