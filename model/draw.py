@@ -130,7 +130,7 @@ def likeliest(
     padded = jnp.pad(probs, ((0, 0), (0, -probs.shape[-1] % PART)), constant_values=-1.0)
     parts = padded.reshape(len(probs), -1, PART)
     if parts.shape[1] <= count:
-        return jax.lax.top_k(probs, count)
+        return tuple(jax.lax.top_k(probs, count))
     chosen = jnp.sort(jax.lax.top_k(jnp.max(parts, axis=-1), count)[1], axis=-1)
     found = jnp.take_along_axis(parts, chosen[:, :, None], axis=1).reshape(len(probs), -1)
     ids = (chosen[:, :, None] * PART + jnp.arange(PART)).reshape(len(probs), -1)

@@ -115,6 +115,10 @@ class LeftRows(NamedTuple):
     lengths: Int[Array, " B"]
 
     def attend(self, query, key, value):
+        columns = query.shape[1]
+        # On the way back the kernel takes an even number of columns only.
+        even = ((0, 0), (0, columns % 2), (0, 0), (0, 0))
+        query, key, value = (jnp.pad(part, even) for part in (query, key, value))
         inside = jnp.arange(query.shape[1]) < self.lengths[:, None]
         inside = inside[:, :, None, None]
         # The kernel may leave padding's outputs and slopes unwritten: `where` stops both.
@@ -130,7 +134,7 @@ class LeftRows(NamedTuple):
             key_value_seq_lengths=lengths,
             implementation="cudnn",
         )
-        return jnp.where(inside, mixed, 0), None
+        return jnp.where(inside, mixed, 0)[:, :columns], None
 
 
 class SegmentRows(NamedTuple):

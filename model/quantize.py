@@ -6,8 +6,9 @@ is ever dequantised in memory. Sampling only: training's weights are float32.
 
 from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int8, PyTree
+from jaxtyping import Array, Float, Int, Int8, PyTree
 
 Stored = Literal["auto", "int8"]
 """How weights or a cache lie in memory; auto: in the type of the products' factors."""
@@ -51,3 +52,9 @@ def quantize_kernels(layers: PyTree) -> PyTree:
         else:
             made[name] = quantize_kernels(part)
     return made
+
+
+def unhoisted(lasting: PyTree, step: Int[Array, ""]) -> tuple[PyTree, Int[Array, ""]]:
+    """Both as they are. What lasts is tied to the step, whose result must be used: XLA would cast
+    the int8 once before the loop, and every step would read the wide copy."""
+    return jax.lax.optimization_barrier((lasting, step))

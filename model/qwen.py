@@ -56,8 +56,12 @@ class Projection(nn.Module):
         batch, out = x.shape[: -self.inputs], self.shape[self.inputs :]
         width = math.prod(self.shape[: self.inputs])
         # One plain matrix product: on CPU its backward pass is half as long again as an einsum.
-        y = product(x.reshape(-1, width), kernel.reshape(width, -1), self.dtype)
-        if self.has_variable("params", "kernel_scale"):  # an int8 kernel: model/quantize.py
+        kernel = kernel.reshape(width, -1)
+        in_int8 = self.has_variable("params", "kernel_scale")  # see model/quantize.py
+        if in_int8:
+            kernel = kernel.astype(self.dtype)
+        y = product(x.reshape(-1, width), kernel, self.dtype)
+        if in_int8:
             y = y * self.get_variable("params", "kernel_scale").reshape(-1)
         y = y.astype(x.dtype).reshape(*batch, *out)
         if self.bias:

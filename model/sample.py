@@ -35,7 +35,7 @@ from model.decode import (
 from model.draw import Drawn, Filters, draw_token
 from model.errors import BadInput
 from model.heads import logits
-from model.quantize import Stored, quantize
+from model.quantize import Stored, quantize, unhoisted
 from model.qwen import head_kernel
 
 STRIDE = 4
@@ -158,25 +158,33 @@ def sample(
     )
 
     def step(state: State, shared: bool) -> State:
+        lasting = (params, kernel, [cache.prompt for cache in state.caches])
+        now = state.step
+        if "int8" in (weights, cache):
+            lasting, now = unhoisted(lasting, now)
+        read, head, shown = lasting
         columns = jnp.arange(state.caches[0].keys.shape[-1])
-        column = state.step % len(columns)
+        column = now % len(columns)
         visible = Visible(
             prompt=prompt_mask if shared else prompt_mask[rows.prompt[state.row]],
             own=(column - columns) % len(columns) <= state.age[:, None],
             column=column,
         )
         position = (rows.position[state.row] + state.age)[:, None]
+        caches = [c._replace(prompt=prompt) for c, prompt in zip(state.caches, shown, strict=True)]
         hidden, caches = decode(
-            config, params, state.token[:, None], position, state.caches, visible, dtype
+            config, read, state.token[:, None], position, caches, visible, dtype
         )
-        raw = logits(config, kernel.astype(dtype), hidden[:, 0].astype(dtype))
+        # What no step changes goes on as it came, or the loop would copy it.
+        caches = [c._replace(prompt=o.prompt) for c, o in zip(caches, state.caches, strict=True)]
+        raw = logits(config, head.astype(dtype), hidden[:, 0].astype(dtype))
         if scale is not None:
             raw = raw * scale
         drawn = draw_token(raw, rows.uniforms[state.row, state.age], temperature, filters)
         line = Log(drawn, jnp.where(state.live, state.row, -1))
         age = state.age + state.live
         return state._replace(
-            step=state.step + 1,
+            step=now + 1,
             age=age,
             token=drawn.token,
             live=state.live & ~jnp.isin(drawn.token, stop_ids) & (age < rows.limit[state.row]),

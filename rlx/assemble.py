@@ -107,7 +107,10 @@ def check_length(
 
 
 def resolve(config: Config) -> Config:
-    """The configuration with each `auto` replaced by what it comes to on this machine."""
+    """The configuration with each `auto` replaced by what it comes to on this machine.
+
+    Except `model.attention`: it depends on each network's shape (`attention`).
+    """
     model, rollout, loop = config.model, config.rollout, config.loop
     if model.dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"

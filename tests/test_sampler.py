@@ -374,7 +374,7 @@ def kept_by_sorting(probs, filters):
 def test_the_candidates_decide_as_a_sort_of_all_does(sharpness):
     """In each flat row the cut falls beyond the candidates, in each sharp one before; and half of
     the probabilities occur twice or more, so that a tie lies at every place of a cut."""
-    scores = np.random.default_rng(7).normal(size=(12, 700)).astype(np.float32) * sharpness
+    scores = np.random.default_rng(7).normal(size=(12, 2200)).astype(np.float32) * sharpness
     scores[:, ::2] = np.round(scores[:, ::2], 1)
     probs = jax.nn.softmax(scores)
     short, whole = jax.jit(keep), jax.jit(kept_by_sorting)
