@@ -215,12 +215,13 @@ def test_an_algorithm_that_samples_nothing_ignores_no_sampling(name, setting):
     load_training(None, [f"algorithm.name={name}", "batch.samples=1"])
 
 
-@pytest.mark.parametrize("name", ["dapo", "dpo", "reward_model"])
-def test_only_texts_are_packed(name):
-    """A pair packed into one row, or a sample into its sibling's, would be neither."""
+@pytest.mark.parametrize("name", ["dpo", "reward_model"])
+def test_given_pairs_are_not_packed(name):
+    """A pair packed into one row would be none."""
     message = refusal(f"algorithm.name={name}", "batch.packing=true")
     assert f"batch.packing: expected unset, since {name}" in message
-    load_training(None, ["algorithm.name=sft", "batch.packing=true"])
+    for other in ("sft", "dapo"):
+        load_training(None, [f"algorithm.name={other}", "batch.packing=true"])
 
 
 def test_a_step_of_data_counts_its_rows():

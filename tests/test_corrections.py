@@ -259,6 +259,7 @@ def prepared(name):
         logprobs=jnp.where(mask, -40.0, 0.0),
         truncated=jnp.zeros(8, bool),
         finite=jnp.ones(8, bool),
+        slot_steps=jnp.int32(0),
     )
     right = jnp.array([[1.0, 0, 0, 1], [0, 1, 0, NAN]])
     scores = Scores(right, right, right[..., None], jnp.zeros((2, 4, 3)))

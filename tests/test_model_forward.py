@@ -208,7 +208,7 @@ def test_remat_and_unrolling_change_no_gradient(tiny_config, tiny_params, prompt
     plain = gradient()
     largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(plain))
     assert largest > 1.0 and all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(plain))
-    for fields in ({"remat": True}, {"unroll": 2}):
+    for fields in ({"remat": "block"}, {"remat": "dots"}, {"unroll": 2}):
         found = gradient(**fields)
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * largest), found, plain

@@ -54,6 +54,7 @@ def made_up(rows, seed, limit=3):
         logprobs=jnp.asarray(np.where(mask, rng.normal(-2, 1, mask.shape), 0.0), jnp.float32),
         truncated=jnp.asarray(rng.random(rows) < 0.5),
         finite=jnp.ones(rows, bool),
+        slot_steps=jnp.int32(0),
     )
 
 

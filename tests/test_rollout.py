@@ -271,6 +271,7 @@ def made_up(lengths, limit=3, finite=None, stopped=None):
         logprobs=jnp.asarray(np.where(mask, -1.0, 0.0), jnp.float32),
         truncated=jnp.asarray(~stopped),
         finite=jnp.ones(len(lengths), bool) if finite is None else jnp.asarray(finite),
+        slot_steps=jnp.int32(0),
     )
 
 
@@ -437,6 +438,9 @@ def run_step(script, *, prompts=2, samples=2, max_rounds=4, dynamic=True, cursor
         choose=None,
         join=None,
         prepare=watched,
+        score=lambda *operands: None,
+        wait=lambda scored: scored,
+        make_batch=lambda made, state, pending, scored: watched(made, state, Frozen(), pending),
         update=update,
         repeat=repeat,
     )
