@@ -24,7 +24,7 @@ from toy import (
 from model.sample import Samples
 from rlx import ops, rollout
 from rlx.advantages import group_normalised
-from rlx.prepare import Frozen, prepare
+from rlx.prepare import Frozen, Scored, prepare
 from rlx.rollout import (
     Draw,
     Scores,
@@ -438,7 +438,7 @@ def run_step(script, *, prompts=2, samples=2, max_rounds=4, dynamic=True, cursor
         choose=None,
         join=None,
         prepare=watched,
-        score=lambda *operands: None,
+        score=lambda *operands: Scored(),
         wait=lambda scored: scored,
         make_batch=lambda made, state, pending, scored: watched(made, state, Frozen(), pending),
         update=update,
