@@ -75,9 +75,9 @@ def decode(config, params, load: Load, limits: dict) -> dict:
     """A rollout, prompts included; the bound is of weights and cached keys and values read."""
     import jax
     import jax.numpy as jnp
-    from learner import activations
 
     from model.sample import sample
+    from rlx.assemble import activations
     from rlx.cost import rollout_bytes
 
     tokens = jnp.ones((load.prompts, load.prompt_tokens), jnp.int32)
@@ -96,7 +96,7 @@ def decode(config, params, load: Load, limits: dict) -> dict:
             stop_ids=jnp.zeros(0, jnp.int32),
             pad_id=0,
             dtype=jnp.bfloat16,
-            activations=activations("bfloat16"),
+            activations=activations(jnp.dtype("bfloat16")),
         )
 
     seconds = [

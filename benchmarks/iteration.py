@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from learner import activations, make_learner
+from learner import make_learner
 from timing import Phases, measure
 from workload import PAD, load_model, parser, prompt_ids, report, settle
 
@@ -103,6 +103,7 @@ def make_plan(options: argparse.Namespace, config):
     """GRPO, one update a step, no stop token: every row runs to the limit."""
     import jax.numpy as jnp
 
+    from rlx.assemble import activations
     from rlx.prepare import Plan
     from rlx.rollout import Sampling
     from rlx.shaping import Shaping
@@ -111,7 +112,7 @@ def make_plan(options: argparse.Namespace, config):
         sampling=Sampling(
             model=config,
             dtype=jnp.dtype(options.dtype),
-            activations=activations(options.dtype),
+            activations=activations(jnp.dtype(options.dtype)),
             prompts=options.prompts,
             samples=options.samples,
             max_new_tokens=options.new_tokens,

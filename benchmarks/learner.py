@@ -17,6 +17,7 @@ def make_learner(
 
     from model.qwen import Qwen
     from rlx.algorithms import ALGORITHMS
+    from rlx.assemble import activations
     from rlx.update import Learner, Term
 
     rate = 1e-6
@@ -26,7 +27,7 @@ def make_learner(
         model=Qwen(
             config,
             jnp.dtype(options.dtype),
-            activations=activations(options.dtype),
+            activations=activations(jnp.dtype(options.dtype)),
             remat=options.remat,
             unroll=config.num_layers if unrolled else 1,
         ),
@@ -44,11 +45,3 @@ def make_learner(
         samples=options.samples if options.share_prompts else 1,
         packing=bool(options.packing),
     )
-
-
-def activations(dtype: str):
-    """What lies between matrix products: float32 where bfloat16 is slow, else as they compute."""
-    import jax
-    import jax.numpy as jnp
-
-    return jnp.dtype("float32" if jax.default_backend() == "cpu" else dtype)

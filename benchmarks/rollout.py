@@ -11,7 +11,6 @@ row which was not done.
 import argparse
 
 import numpy as np
-from learner import activations
 from timing import measure
 from workload import PAD, lengths, load_model, parser, prompt_ids, report, settle
 
@@ -57,6 +56,7 @@ def sampler(options: argparse.Namespace, config):
     import jax.numpy as jnp
 
     from model.sample import sample
+    from rlx.assemble import activations
 
     # A full batch is sampled as training samples it: with neither limits nor slots of its own.
     limited = options.length_distribution != "full"
@@ -75,7 +75,7 @@ def sampler(options: argparse.Namespace, config):
             stop_ids=jnp.zeros(0, jnp.int32),
             pad_id=PAD,
             dtype=jnp.dtype(options.dtype),
-            activations=activations(options.dtype),
+            activations=activations(jnp.dtype(options.dtype)),
             **chosen,
         )
 

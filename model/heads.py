@@ -135,8 +135,8 @@ def stream_outputs(
 ) -> Outputs:
     """`completion_outputs` of the rows of a stream. Beyond a row's end stands garbage; the value
     after its last token only where the row is laid out with one token more."""
-    context = stream.context
-    hidden = model.apply({"params": params}, stream.tokens, stream.positions, context)
+    where = (stream.tokens, stream.positions, stream.context)
+    hidden = model.apply({"params": params}, *where)
     logprobs, entropy = token_logprobs(
         model.config,
         head_kernel(model.config, params),
