@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int8, PyTree
 
-from model.attention import MASKED, WholeRows, causal_mask
+from model.attention import MASKED, WholeRows, causal_mask, rotary_phases
 from model.config import ModelConfig
 from model.quantize import Stored, quantize, quantize_kernels
-from model.qwen import Block, RMSNorm
+from model.qwen import Block, RMSNorm, joined
 
 
 class Prompt(NamedTuple):
@@ -149,8 +149,9 @@ def prepare(
     weights: Stored = "auto",
 ) -> PyTree:
     """The parameters as decoding reads them: layers in a list, so that no step slices a stacked
-    array, and each leaf in the type in which it is used, so that no step casts one. `weights` are
-    the kernels; in int8 a channel of the output has a scale, and a step casts what it multiplies.
+    array, projections of one input side by side, and each leaf in the type in which it is used, so
+    that no step casts one. `weights` are the kernels; in int8 a channel of the output has a scale,
+    and a step casts what it multiplies.
 
     Scales of norms stay as they are: training multiplies with the unrounded ones, and in bfloat16
     a sampler that rounds them is a quarter further from the trainer's log-probabilities.
@@ -166,6 +167,7 @@ def prepare(
     if weights == "int8":
         # Of the float32 ones: those of `dtype` are rounded once already.
         params["layers"] = quantize_kernels(params["layers"])
+    params["layers"] = joined(params["layers"])
     params = jax.tree_util.tree_map_with_path(in_use, params)
     count = jax.tree.leaves(params["layers"])[0].shape[0]
     layers = [jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(count)]
@@ -174,9 +176,10 @@ def prepare(
 
 def _unrolled(config, params, tokens, positions, contexts, dtype):
     x = params["embed"]["embedding"][tokens]
+    phases = rotary_phases(positions, config.head_dim, config.rope_theta)
     kept = []
     for layer, context in zip(params["layers"], contexts, strict=True):
-        x, new = Block(config, dtype).apply({"params": layer}, x, positions, context)
+        x, new = Block(config, dtype).apply({"params": layer}, x, phases, context)
         kept.append(new)
     return RMSNorm(config.norm_epsilon, "embed").apply({"params": params["norm"]}, x), kept
 

@@ -15,12 +15,15 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from model.attention import Context, rotary_phases, rotate
+from model.attention import Context, Phases, rotary_phases, rotate
 from model.config import ModelConfig
 from model.kernels import first_columns, roll_left, whole_rows
 from model.product import product
 
 INITIAL_SCALE = 0.02
+
+JOINT_ATTENTION, JOINT_MLP = "qkv_proj", "gate_up_proj"
+"""Projections of one input, side by side in one kernel where `joined` has put them so."""
 
 
 class RMSNorm(nn.Module):
@@ -79,7 +82,7 @@ class Attention(nn.Module):
     def __call__(
         self,
         x: Float[Array, "B S D"],
-        positions: Int[Array, "B S"],
+        phases: Phases,
         context: Context,
     ) -> tuple[Float[Array, "B S D"], PyTree]:
         """The output, and what the context leaves behind: keys and values, or a new cache."""
@@ -87,13 +90,24 @@ class Attention(nn.Module):
         axes, kv_axes = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim")
         shape = (c.hidden_size, c.num_heads, c.head_dim)
         kv_shape = (c.hidden_size, c.num_kv_heads, c.head_dim)
-        query = Projection(shape, axes, self.dtype, c.qkv_bias, name="q_proj")(x)
-        key = Projection(kv_shape, kv_axes, self.dtype, c.qkv_bias, name="k_proj")(x)
-        value = Projection(kv_shape, kv_axes, self.dtype, c.qkv_bias, name="v_proj")(x)
+        if self.has_variable("params", JOINT_ATTENTION):
+            width = c.num_heads + 2 * c.num_kv_heads
+            joint = Projection(
+                (c.hidden_size, width, c.head_dim),
+                axes,
+                self.dtype,
+                c.qkv_bias,
+                name=JOINT_ATTENTION,
+            )(x)
+            ends = (c.num_heads, c.num_heads + c.num_kv_heads)
+            query, key, value = jnp.split(joint, ends, axis=-2)
+        else:
+            query = Projection(shape, axes, self.dtype, c.qkv_bias, name="q_proj")(x)
+            key = Projection(kv_shape, kv_axes, self.dtype, c.qkv_bias, name="k_proj")(x)
+            value = Projection(kv_shape, kv_axes, self.dtype, c.qkv_bias, name="v_proj")(x)
         if c.qk_norm:
             query = RMSNorm(c.norm_epsilon, "head_dim", name="q_norm")(query)
             key = RMSNorm(c.norm_epsilon, "head_dim", name="k_norm")(key)
-        phases = rotary_phases(positions, c.head_dim, c.rope_theta)
         query, key = rotate(query, phases), rotate(key, phases)
         mixed, kept = context.attend(*(part.astype(self.dtype) for part in (query, key, value)))
         out = Projection(
@@ -117,8 +131,12 @@ class FeedForward(nn.Module):
     def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         c = self.config
         shape, axes = (c.hidden_size, c.intermediate_size), ("embed", "mlp")
-        gate = Projection(shape, axes, self.dtype, name="gate_proj")(x)
-        up = Projection(shape, axes, self.dtype, name="up_proj")(x)
+        if self.has_variable("params", JOINT_MLP):
+            joint = (c.hidden_size, 2 * c.intermediate_size)
+            gate, up = jnp.split(Projection(joint, axes, self.dtype, name=JOINT_MLP)(x), 2, axis=-1)
+        else:
+            gate = Projection(shape, axes, self.dtype, name="gate_proj")(x)
+            up = Projection(shape, axes, self.dtype, name="up_proj")(x)
         down = Projection(shape[::-1], axes[::-1], self.dtype, name="down_proj")
         return down(nn.silu(gate) * up)
 
@@ -128,11 +146,11 @@ class Block(nn.Module):
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
-    def __call__(self, x, positions, context):
+    def __call__(self, x, phases, context):
         c = self.config
         norm = functools.partial(RMSNorm, c.norm_epsilon, "embed")
         attention = Attention(c, self.dtype, name="attention")
-        mixed, kept = attention(norm(name="attention_norm")(x), positions, context)
+        mixed, kept = attention(norm(name="attention_norm")(x), phases, context)
         x = x + mixed
         return x + FeedForward(c, self.dtype, name="mlp")(norm(name="mlp_norm")(x)), kept
 
@@ -195,7 +213,8 @@ class Qwen(nn.Module):
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
         context = whole_rows(self.attention, positions) if context is None else context
-        x, _ = layers(c, self.dtype, name="layers")(x, positions, context)
+        phases = rotary_phases(positions, c.head_dim, c.rope_theta)
+        x, _ = layers(c, self.dtype, name="layers")(x, phases, context)
         if self.is_initializing() and not c.tie_embeddings:
             shape = (c.hidden_size, c.vocab_size)
             Projection(shape, ("embed", "vocab"), self.dtype, name="lm_head")(x)
@@ -214,6 +233,23 @@ def head_kernel(config: ModelConfig, params: PyTree) -> Float[Array, "D V"]:
     if config.tie_embeddings:
         return params["embed"]["embedding"].T
     return params["lm_head"]["kernel"]
+
+
+def joined(layers: PyTree) -> PyTree:
+    """Stacked layers with the projections of one input in one kernel: fewer and larger products.
+    Each number of the output is the same sum."""
+
+    def beside(module, names, axis):
+        parts = [module[name] for name in names]
+        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis), *parts)
+
+    attention, mlp = layers["attention"], layers["mlp"]
+    of_attention, of_mlp = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+    rest = {name: part for name, part in attention.items() if name not in of_attention}
+    return layers | {
+        "attention": rest | {JOINT_ATTENTION: beside(attention, of_attention, -2)},
+        "mlp": {JOINT_MLP: beside(mlp, of_mlp, -1), "down_proj": mlp["down_proj"]},
+    }
 
 
 def cast(params: PyTree, dtype: DTypeLike) -> PyTree:

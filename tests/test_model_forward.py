@@ -223,7 +223,8 @@ def test_rotary_phases_are_float32_ones():
     assert float(cosine[0, 0, 0, 0]) == pytest.approx(0.8193, abs=1e-4)
     angles = positions[..., None] / 4321.0 ** (np.arange(0, 10, 2) / 10)
     np.testing.assert_allclose(cosine[0, :, 0], np.tile(np.cos(angles[0]), 2), atol=1e-3)
-    np.testing.assert_allclose(sine[0, :, 0], np.tile(np.sin(angles[0]), 2), atol=1e-3)
+    signed = np.concatenate([-np.sin(angles[0]), np.sin(angles[0])], axis=-1)
+    np.testing.assert_allclose(sine[0, :, 0], signed, atol=1e-3)
 
 
 def test_a_bfloat16_model_sees_distances_far_from_position_zero(tiny_config, tiny_params):
