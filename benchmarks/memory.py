@@ -29,7 +29,7 @@ def main() -> None:
     from model import heads
 
     chunked = temporary(options)
-    heads.CHUNK_LOGITS = heads.CHUNK_TOKENS = 2**62
+    heads.chosen_and_entropy = in_one_piece
     whole = temporary(options)
     print(
         json.dumps(
@@ -48,6 +48,19 @@ def main() -> None:
             }
         )
     )
+
+
+def in_one_piece(kernel, hidden, targets, temperature, needed, *, used_ids, ids_first, dtype):
+    """The definition: all logits exist, and what their gradient needs of them."""
+    import jax
+    import jax.numpy as jnp
+
+    from model.product import product
+
+    raw = product(hidden, kernel.T if ids_first else kernel, dtype)
+    logprobs = jax.nn.log_softmax(raw / temperature)
+    chosen = jnp.take_along_axis(logprobs, targets[:, None], axis=-1)[:, 0]
+    return chosen, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
 
 
 def temporary(options: argparse.Namespace) -> int:

@@ -14,14 +14,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from model.attention import MASKED
+from model.chunked_softmax import chosen_and_entropy
 from model.config import ModelConfig
 from model.product import product
-from model.qwen import Qwen, head_kernel
+from model.qwen import Qwen
 from model.stream import Places, Stream
-
-CHUNK_LOGITS = 2**24
-"""Logits that exist at a time: 64 MiB in float32, and as much again on the way back."""
-CHUNK_TOKENS = 2048
 
 
 class Outputs(NamedTuple):
@@ -54,52 +51,54 @@ def logits(
 
 def token_logprobs(
     config: ModelConfig,
-    kernel: Float[Array, "D V"],
+    kernel: Float[Array, "_ _"],
     hidden: Float[Array, "B T D"],
     targets: Int[Array, "B T"],
     temperature: float | Float[Array, ""] = 1.0,
     *,
+    ids_first: bool = False,
     needed: Bool[Array, "B T"] | None = None,
     dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Log-probability of each target, and the entropy, of the softmax at `temperature`.
 
-    The tokens pass in chunks; each chunk's logits are computed again on the way back. A chunk
-    without a `needed` token costs nothing and gives zeros. `dtype` is that of the product's factors
-    (None: as the hidden states).
+    Never more than a chunk of the logits exists (model/chunked_softmax.py). Chunks without a
+    `needed` token cost nothing and give zeros. The kernel is [D, V], or [V, D] with `ids_first`, as
+    an embedding lies; `dtype` is that of the products' factors (None: as the hidden states).
     """
-    shape, width = targets.shape, hidden.shape[-1]
-    count = targets.size
-    chunks = -(-count // max(1, min(CHUNK_TOKENS, CHUNK_LOGITS // config.vocab_size)))
-    chunk = -(-count // chunks)
-    padding = chunks * chunk - count
+    found = chosen_and_entropy(
+        kernel,
+        hidden.reshape(-1, hidden.shape[-1]),
+        targets.reshape(-1),
+        temperature,
+        None if needed is None else needed.reshape(-1),
+        used_ids=config.num_tokens or config.vocab_size,
+        ids_first=ids_first,
+        dtype=dtype or hidden.dtype,
+    )
+    return tuple(x.reshape(targets.shape) for x in found)
 
-    def cut(x):
-        return jnp.pad(x, ((0, padding), *[(0, 0)] * (x.ndim - 1))).reshape(
-            chunks, chunk, *x.shape[1:]
-        )
 
-    @jax.checkpoint
-    def of_chunk(hidden, targets):
-        scaled = logits(config, kernel, hidden, dtype) / temperature
-        log_total = jax.nn.logsumexp(scaled, axis=-1)
-        chosen = jnp.take_along_axis(scaled, targets[:, None], axis=-1)[:, 0]
-        expected = jnp.sum(jnp.exp(scaled - log_total[:, None]) * scaled, axis=-1)
-        return chosen - log_total, log_total - expected
-
-    pieces = (cut(hidden.reshape(count, width)), cut(targets.reshape(count)))
-    if needed is None:
-        logprobs, entropy = jax.lax.map(lambda piece: of_chunk(*piece), pieces)
-    else:
-        used = jnp.any(cut(needed.reshape(count)), axis=1)
-        nothing = jnp.zeros(chunk, jnp.float32)
-        logprobs, entropy = jax.lax.map(
-            lambda piece: jax.lax.cond(
-                piece[0], of_chunk, lambda *_: (nothing, nothing), *piece[1:]
-            ),
-            (used, *pieces),
-        )
-    return logprobs.reshape(-1)[:count].reshape(shape), entropy.reshape(-1)[:count].reshape(shape)
+def policy_logprobs(
+    model: Qwen,
+    params: PyTree,
+    hidden: Float[Array, "B T D"],
+    targets: Int[Array, "B T"],
+    temperature: float | Float[Array, ""],
+    needed: Bool[Array, "B T"] | None = None,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """`token_logprobs` of the model's own head, which no pass transposes."""
+    tied = model.config.tie_embeddings
+    return token_logprobs(
+        model.config,
+        params["embed"]["embedding"] if tied else params["lm_head"]["kernel"],
+        hidden,
+        targets,
+        temperature,
+        ids_first=tied,
+        needed=needed,
+        dtype=model.dtype,
+    )
 
 
 def completion_outputs(
@@ -115,11 +114,8 @@ def completion_outputs(
     That column is the state before the token: its value is of the same hidden state.
     """
     hidden = model.apply({"params": params}, tokens, positions)[:, -width - 1 :]
-    kernel = head_kernel(model.config, params)
     targets = tokens[:, -width:]
-    logprobs, entropy = token_logprobs(
-        model.config, kernel, hidden[:, :-1], targets, temperature, dtype=model.dtype
-    )
+    logprobs, entropy = policy_logprobs(model, params, hidden[:, :-1], targets, temperature)
     has_head = "value_head" in params
     values = head_values(params, hidden) if has_head else jnp.zeros(hidden.shape[:2], jnp.float32)
     return Outputs(logprobs, entropy, values)
@@ -137,14 +133,8 @@ def stream_outputs(
     after its last token only where the row is laid out with one token more."""
     where = (stream.tokens, stream.positions, stream.context)
     hidden = model.apply({"params": params}, *where)
-    logprobs, entropy = token_logprobs(
-        model.config,
-        head_kernel(model.config, params),
-        hidden,
-        stream.targets,
-        temperature,
-        needed=stream.predicts,
-        dtype=model.dtype,
+    logprobs, entropy = policy_logprobs(
+        model, params, hidden, stream.targets, temperature, stream.predicts
     )
     columns = places.starts[:, None] + jnp.arange(width + 1)
     columns = jnp.minimum(columns, stream.tokens.size - 1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-import model.heads
+import model.chunked_softmax
 from model.heads import completion_outputs, logits, token_logprobs
 from model.qwen import Qwen, head_kernel
 
@@ -17,9 +17,12 @@ B, T, D, V, TOKENS = 3, 7, 5, 29, 25
 
 
 @pytest.fixture
-def chunks_of_four(monkeypatch):
-    """21 tokens make six chunks, the last of them filled up with three of padding."""
-    monkeypatch.setattr(model.heads, "CHUNK_TOKENS", 4)
+def small_chunks(monkeypatch):
+    """21 tokens make six chunks of four, the last of them filled up with three of padding; 29 ids
+    three of ten, the last of which begins with one of the chunk before, and ends with four ids
+    that are no token."""
+    monkeypatch.setattr(model.chunked_softmax, "CHUNK_TOKENS", 4)
+    monkeypatch.setattr(model.chunked_softmax, "CHUNK_IDS", 11)
 
 
 @pytest.fixture
@@ -44,23 +47,50 @@ def pulled(outputs):
     return sum(jnp.sum(jnp.asarray(rng.normal(size=x.shape)) * x) for x in outputs)
 
 
+@pytest.mark.parametrize("ids_first", [False, True])
 @pytest.mark.parametrize("temperature", [0.6, 1.7])
-def test_values_and_gradients_are_those_of_the_direct_formula(case, chunks_of_four, temperature):
+def test_values_and_gradients_are_those_of_the_direct_formula(
+    case, small_chunks, temperature, ids_first
+):
     config, kernel, hidden, targets = case
-    found = token_logprobs(config, kernel, hidden, targets, temperature)
+
+    def in_chunks(kernel, hidden):
+        lying = kernel.T if ids_first else kernel
+        return token_logprobs(config, lying, hidden, targets, temperature, ids_first=ids_first)
+
+    found = in_chunks(kernel, hidden)
     for a, b in zip(found, direct(kernel, hidden, targets, temperature), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
-
-    def of_chunks(kernel, hidden):
-        return pulled(token_logprobs(config, kernel, hidden, targets, temperature))
 
     def of_formula(kernel, hidden):
         return pulled(direct(kernel, hidden, targets, temperature))
 
-    found = jax.grad(of_chunks, argnums=(0, 1))(kernel, hidden)
+    found = jax.grad(lambda *of: pulled(in_chunks(*of)), argnums=(0, 1))(kernel, hidden)
     wanted = jax.grad(of_formula, argnums=(0, 1))(kernel, hidden)
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
+
+
+def test_chunks_that_nobody_needs_are_zeros_and_change_no_other(case, small_chunks):
+    """Chunks of four tokens: the second is not needed, and the third for one token alone."""
+    config, kernel, hidden, targets = case
+    needed = jnp.ones(B * T, bool).at[4:8].set(False).at[8:11].set(False).reshape(B, T)
+    skipped = (jnp.arange(B * T) // 4 == 1).reshape(B, T)
+
+    def weighed(outputs):
+        return pulled(jnp.where(needed, x, 0.0) for x in outputs)
+
+    def of(kernel, hidden, **more):
+        return token_logprobs(config, kernel, hidden, targets, **more)
+
+    found, every = of(kernel, hidden, needed=needed), of(kernel, hidden)
+    for a, b in zip(found, every, strict=True):
+        np.testing.assert_array_equal(a, jnp.where(skipped, 0.0, b))
+    slopes = [
+        jax.grad(lambda *x, more=more: weighed(of(*x, **more)), argnums=(0, 1))(kernel, hidden)
+        for more in ({"needed": needed}, {})
+    ]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *slopes)
 
 
 def test_entropy_has_a_gradient_of_its_own(case):
@@ -137,7 +167,7 @@ def arrays(jaxpr):
                 yield from arrays(getattr(inner, "jaxpr", inner))
 
 
-def test_no_array_holds_the_logits_of_all_tokens(case, chunks_of_four):
+def test_no_array_holds_the_logits_of_all_tokens(case, small_chunks):
     config, kernel, hidden, targets = case
 
     def largest(function):

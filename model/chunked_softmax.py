@@ -1,0 +1,241 @@
+"""Log-probability and entropy under softmax over a vocabulary, a part of which exists at a time.
+
+    logprobs, entropy = chosen_and_entropy(kernel, hidden, targets, temperature, ...)
+
+Chunks of ids are the outer loop and chunks of tokens the inner one, both ways. Forth, maximum, sum
+and mean logit of each token are carried from one chunk of ids to the next (the "online" softmax,
+https://arxiv.org/abs/1805.02867, algorithm 3). Back, a chunk's logits are computed again; a part
+of the kernel's gradient is whole before the next begins, so that it is written once.
+
+Letters: N tokens, in m chunks of n; V ids, v of a chunk; D width of a hidden state.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from model.attention import MASKED
+
+CHUNK_TOKENS = 1024
+CHUNK_IDS = 8192
+"""Logits that exist at a time are their product: 32 MiB in float32, and as much on the way back."""
+
+
+class Chunks(NamedTuple):
+    """What is static of the computation."""
+
+    ids: int
+    """V; ids from `used_ids` on are no token, and have no share."""
+    used_ids: int
+    ids_first: bool
+    """The kernel is [V, D], as an embedding lies, and not [D, V]."""
+    dtype: DTypeLike
+    """Of the factors of all products, which add up in float32."""
+    tokens_each: int
+    ids_each: int
+
+    @property
+    def count(self) -> int:
+        return -(-self.ids // self.ids_each)
+
+    @property
+    def masked(self) -> bool:
+        """Some chunk holds ids without a share, or ids of the chunk before it."""
+        return self.used_ids < self.ids or self.ids % self.ids_each > 0
+
+
+class Part(NamedTuple):
+    """A chunk of the kernel. The last one ends with the kernel, and so begins before its turn."""
+
+    start: Int[Array, ""]
+    weights: Float[Array, "v D"] | Float[Array, "D v"]
+    valid: Bool[Array, " v"]
+
+
+class Statistics(NamedTuple):
+    """Of each token's logits so far. With h the highest and e = exp(logit - h):"""
+
+    highest: Float[Array, "m n"]
+    total: Float[Array, "m n"]
+    """The sum of e."""
+    moment: Float[Array, "m n"]
+    """The sum of e (logit - h)."""
+    chosen: Float[Array, "m n"]
+    """The target's logit."""
+
+
+def chosen_and_entropy(
+    kernel: Float[Array, "_ _"],
+    hidden: Float[Array, "N D"],
+    targets: Int[Array, " N"],
+    temperature: float | Float[Array, ""],
+    needed: Bool[Array, " N"] | None = None,
+    *,
+    used_ids: int,
+    ids_first: bool,
+    dtype: DTypeLike,
+) -> tuple[Float[Array, " N"], Float[Array, " N"]]:
+    """Of softmax(hidden @ kernel / temperature), the temperature having no gradient.
+
+    Chunks of tokens none of which is `needed` cost nothing and give zeros.
+    """
+    ids = kernel.shape[0 if ids_first else 1]
+    count = targets.shape[0]
+    pieces = -(-count // CHUNK_TOKENS)
+    chunks = Chunks(
+        ids,
+        used_ids,
+        ids_first,
+        jnp.dtype(dtype),
+        tokens_each=-(-count // pieces),
+        ids_each=-(-ids // -(-ids // CHUNK_IDS)),
+    )
+    padding = pieces * chunks.tokens_each - count
+
+    def cut(x):
+        return jnp.pad(x, ((0, padding), *[(0, 0)] * (x.ndim - 1))).reshape(
+            pieces, chunks.tokens_each, *x.shape[1:]
+        )
+
+    used = None if needed is None else jnp.any(cut(needed), axis=1)
+    temperature = jnp.asarray(temperature, jnp.float32)
+    found = _in_chunks(chunks, kernel, cut(hidden), cut(targets), temperature, used)
+    return tuple(x.reshape(-1)[:count] for x in found)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_chunks(chunks, kernel, hidden, targets, temperature, used):
+    return _forward(chunks, kernel, hidden, targets, temperature, used)[0]
+
+
+def _forward(chunks, kernel, hidden, targets, temperature, used):
+    def of_ids(statistics, index):
+        part = _part(chunks, kernel, index)
+
+        def of_tokens(statistics, hidden, targets):
+            logits = _logits(chunks, part, hidden, temperature)
+            highest = jnp.maximum(statistics.highest, jnp.max(logits, axis=-1))
+            lower = logits - highest[:, None]
+            share = jnp.exp(lower)
+            # What was gathered so far was relative to a maximum that may have been lower.
+            shift = statistics.highest - highest
+            total, moment = (x * jnp.exp(shift) for x in (statistics.total, statistics.moment))
+            return Statistics(
+                highest,
+                total + jnp.sum(share, axis=-1),
+                moment + total * shift + jnp.sum(share * lower, axis=-1),
+                jnp.where(_has(part, targets), _at(part, logits, targets), statistics.chosen),
+            )
+
+        def unchanged(statistics, *_):
+            return statistics
+
+        pieces = (statistics, hidden, targets)
+        return _map(of_tokens, unchanged, used, pieces), None
+
+    zeros = jnp.zeros(targets.shape, jnp.float32)
+    first = Statistics(jnp.full_like(zeros, MASKED), zeros, zeros, zeros)
+    statistics, _ = jax.lax.scan(of_ids, first, jnp.arange(chunks.count))
+    highest, total, moment, chosen = statistics
+    if used is not None:
+        total = jnp.where(used[:, None], total, 1.0)
+        highest = jnp.where(used[:, None], highest, 0.0)
+    entropy = jnp.log(total) - moment / total
+    log_total = highest + jnp.log(total)
+    outputs = (chosen - log_total, entropy)
+    return outputs, (kernel, hidden, targets, temperature, used, log_total, entropy)
+
+
+def _backward(chunks, kept, slopes):
+    """d log p_i / d z = 1_i - p; d H / d z = -p (log p + H)."""
+    kernel, hidden, targets, temperature, used, log_total, entropy = kept
+
+    def of_ids(gradients, index):
+        of_kernel, of_hidden = gradients
+        part = _part(chunks, kernel, index)
+
+        def of_tokens(of_hidden, hidden, targets, log_total, entropy, slopes):
+            of_logprob, of_entropy = (slope[:, None] for slope in slopes)
+            logprobs = _logits(chunks, part, hidden, temperature) - log_total[:, None]
+            slope = -jnp.exp(logprobs) * (of_logprob + of_entropy * (logprobs + entropy[:, None]))
+            places = part.start + jnp.arange(chunks.ids_each)
+            slope = slope + jnp.where(places == targets[:, None], of_logprob, 0.0)
+            if chunks.masked:
+                slope = jnp.where(part.valid, slope, 0.0)
+            slope = (slope / temperature).astype(chunks.dtype)
+            factors = (hidden.astype(chunks.dtype), slope)
+            pair = (slope, factors[0]) if chunks.ids_first else factors
+            of_part = _product(*pair, contracted=(0, 0))
+            side = 0 if chunks.ids_first else 1
+            return of_hidden + _product(slope, part.weights, contracted=(1, side)), of_part
+
+        def nothing(of_hidden, *_):
+            return of_hidden, jnp.zeros(part.weights.shape, jnp.float32)
+
+        def add(of_part, piece):
+            of_hidden, more = _either(of_tokens, nothing, *piece)
+            return of_part + more, of_hidden
+
+        pieces = (of_hidden, hidden, targets, log_total, entropy, slopes)
+        none = jnp.zeros(part.weights.shape, jnp.float32)
+        of_part, of_hidden = jax.lax.scan(add, none, (used, pieces))
+        # Added, since the last chunk holds ids of the one before, of which it has no gradient.
+        axis = 0 if chunks.ids_first else 1
+        so_far = jax.lax.dynamic_slice_in_dim(of_kernel, part.start, chunks.ids_each, axis)
+        of_kernel = jax.lax.dynamic_update_slice_in_dim(
+            of_kernel, so_far + of_part, part.start, axis
+        )
+        return (of_kernel, of_hidden), None
+
+    zeros = (jnp.zeros(kernel.shape, jnp.float32), jnp.zeros(hidden.shape, jnp.float32))
+    (of_kernel, of_hidden), _ = jax.lax.scan(of_ids, zeros, jnp.arange(chunks.count))
+    return of_kernel.astype(kernel.dtype), of_hidden.astype(hidden.dtype), None, None, None
+
+
+_in_chunks.defvjp(_forward, _backward)
+
+
+def _part(chunks: Chunks, kernel, index) -> Part:
+    turn = index * chunks.ids_each
+    start = jnp.minimum(turn, chunks.ids - chunks.ids_each)
+    axis = 0 if chunks.ids_first else 1
+    weights = jax.lax.dynamic_slice_in_dim(kernel, start, chunks.ids_each, axis)
+    ids = start + jnp.arange(chunks.ids_each)
+    return Part(start, weights.astype(chunks.dtype), (ids >= turn) & (ids < chunks.used_ids))
+
+
+def _logits(chunks: Chunks, part: Part, hidden: Float[Array, "n D"], temperature):
+    side = 1 if chunks.ids_first else 0
+    out = _product(hidden.astype(chunks.dtype), part.weights, contracted=(1, side)) / temperature
+    return jnp.where(part.valid, out, MASKED) if chunks.masked else out
+
+
+def _product(left, right, contracted: tuple[int, int]):
+    dimensions = (tuple((axis,) for axis in contracted), ((), ()))
+    return jax.lax.dot_general(left, right, dimensions, preferred_element_type=jnp.float32)
+
+
+def _has(part: Part, targets):
+    place = targets - part.start
+    inside = (place >= 0) & (place < part.valid.shape[0])
+    return inside & part.valid[jnp.clip(place, 0, part.valid.shape[0] - 1)]
+
+
+def _at(part: Part, logits, targets):
+    place = jnp.clip(targets - part.start, 0, logits.shape[1] - 1)
+    return jnp.take_along_axis(logits, place[:, None], axis=-1)[:, 0]
+
+
+def _either(of_tokens, otherwise, used, pieces):
+    """The first of the two, or the second where no token is used."""
+    if used is None:
+        return of_tokens(*pieces)
+    return jax.lax.cond(used, of_tokens, otherwise, *pieces)
+
+
+def _map(of_tokens, otherwise, used, pieces):
+    return jax.lax.map(lambda piece: _either(of_tokens, otherwise, *piece), (used, pieces))
