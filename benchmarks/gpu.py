@@ -76,8 +76,8 @@ def decode(config, params, load: Load, limits: dict) -> dict:
     import jax
     import jax.numpy as jnp
 
+    from model.product import activations
     from model.sample import sample
-    from rlx.assemble import activations
     from rlx.cost import rollout_bytes
 
     tokens = jnp.ones((load.prompts, load.prompt_tokens), jnp.int32)

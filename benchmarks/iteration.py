@@ -103,7 +103,7 @@ def make_plan(options: argparse.Namespace, config):
     """GRPO, one update a step, no stop token: every row runs to the limit."""
     import jax.numpy as jnp
 
-    from rlx.assemble import activations
+    from model.product import activations
     from rlx.prepare import Plan
     from rlx.rollout import Sampling
     from rlx.shaping import Shaping

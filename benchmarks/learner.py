@@ -15,9 +15,9 @@ def make_learner(
     import jax
     import jax.numpy as jnp
 
+    from model.product import activations
     from model.qwen import Qwen
     from rlx.algorithms import ALGORITHMS
-    from rlx.assemble import activations
     from rlx.update import Learner, Term
 
     rate = 1e-6

@@ -55,8 +55,8 @@ def sampler(options: argparse.Namespace, config):
     """(params, prompts `[N, P]`, keys `[N, G]`, limits `[N, G]`) -> Samples."""
     import jax.numpy as jnp
 
+    from model.product import activations
     from model.sample import sample
-    from rlx.assemble import activations
 
     # A full batch is sampled as training samples it: with neither limits nor slots of its own.
     limited = options.length_distribution != "full"

@@ -16,6 +16,7 @@ from model.errors import BadInput
 from model.heads import with_value_head
 from model.kernels import fitting, obstacle, this_device
 from model.load import load_params
+from model.product import activations
 from model.qwen import Qwen, initialise
 from model.sample import Filters
 from model.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
@@ -193,12 +194,6 @@ def check_verifier(config: Config, task: Task) -> None:
 
 def needs_critic(config: Config) -> bool:
     return not offline(config) and any(term.row.critic for term in terms(config))
-
-
-def activations(dtype: jnp.dtype) -> jnp.dtype:
-    """Of what lies between matrix products. A CPU multiplies bfloat16 fast and does nothing else
-    with it fast."""
-    return jnp.dtype(jnp.float32) if jax.default_backend() == "cpu" else dtype
 
 
 def attention(config: Config, shape: ModelConfig, dtype: jnp.dtype) -> str:

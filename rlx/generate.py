@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Key, PyTree
 
+from model.product import activations
 from model.sample import Filters, Samples, sample
-from rlx.assemble import Policy, activations
+from rlx.assemble import Policy
 from rlx.data import pad_left
 
 NARROWEST = 32
