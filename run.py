@@ -26,20 +26,22 @@ def parser(command: str) -> Parser:
     """The arguments of one command; `key.path=value` may stand anywhere among them."""
     p = Parser(prog=f"run.py {command}", description=COMMANDS[command][1])
     p.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
-    if command in ("train", "eval", "generate"):
+    if command in ("train", "eval", "generate", "data"):
         p.add_argument("--config", type=Path, help="a recipe (YAML)")
         p.add_argument("settings", nargs="*", metavar="key.path=value", help="settings")
     if command == "train":
         p.add_argument(
             "--print-config", action="store_true", help="the resolved configuration and formula"
         )
-    if command in ("eval", "generate"):
+    if command in ("eval", "generate", "data"):
         p.add_argument("--model", help="checkpoint folder; short for model.path=DIR")
     if command in ("generate", "score"):
         p.add_argument("--input", type=Path, required=True, help="JSON lines")
         p.add_argument("--output", type=Path, required=True, help="JSON lines")
     if command == "generate":
         p.add_argument("--n", type=int, default=1, help="completions a prompt")
+    if command == "data":
+        p.add_argument("--show", type=int, default=3, help="training rows to show")
     if command == "score":
         p.add_argument("--task", required=True, help="row of the table of tasks")
     if command == "export":
@@ -49,6 +51,12 @@ def parser(command: str) -> Parser:
         p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     return p
 
+
+VERIFYING = tuple(
+    f"reward.{key}"
+    for key in ("source", "model", "verifiers", "combine", "workers", "row_seconds", "worker_mib")
+)
+"""Settings of what scores a completion."""
 
 # Each command imports what it needs: `score` and `--help` start without JAX.
 
@@ -75,9 +83,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     from rlx.commands import evaluate as run
     from rlx.config import load
 
-    settings = given(
-        options, "run", "model", "task", "sampling", "reward.source", "reward.model", "eval"
-    )
+    settings = given(options, "run", "model", "task", "sampling", *VERIFYING, "eval")
     result = run(load(options.config or DEFAULT_CONFIG, settings))
     if not options.json:
         for name, value in result.items():
@@ -89,7 +95,8 @@ def generate(options: argparse.Namespace) -> dict[str, Any]:
     from rlx.commands import generate as run
     from rlx.config import load
 
-    config = load(options.config, given(options, "run", "model", "sampling"))
+    unread = ("sampling.long_prompts",)  # a prompt that is too long is always refused
+    config = load(options.config, given(options, "run", "model", "sampling", unread=unread))
     return told(options, run(config, options.input, options.output, options.n))
 
 
@@ -105,23 +112,40 @@ def export(options: argparse.Namespace) -> dict[str, Any]:
     return told(options, run(options.run, options.step, options.output, options.dtype))
 
 
+def data(options: argparse.Namespace) -> dict[str, Any]:
+    from rlx.config import load
+    from rlx.data_command import inspect, told
+
+    limits = [f"sampling.{key}" for key in ("max_prompt_tokens", "max_new_tokens", "long_prompts")]
+    settings = given(
+        options,
+        *("run.seed", "model.path", "task", *limits, "algorithm.name", "algorithm.terms"),
+        *VERIFYING,
+    )
+    result = inspect(load(options.config or DEFAULT_CONFIG, settings), options.show)
+    if not options.json:
+        print(told(result))
+    return result
+
+
 COMMANDS = {
     "train": (train, "train a policy"),
     "eval": (evaluate, "held-out pass@1, pass@k and maj@k, or reward, of a checkpoint"),
     "generate": (generate, "completions for a file of prompts"),
     "score": (score, "rewards for a file of completions"),
+    "data": (data, "the first prompts as the model sees them, token counts, rows left out"),
     "export": (export, "a run's checkpoint as a Hugging Face folder"),
 }
 
 
-def given(options: argparse.Namespace, *known: str) -> list[str]:
+def given(options: argparse.Namespace, *known: str, unread: tuple[str, ...] = ()) -> list[str]:
     """The settings of the command line. Refuses one that the command never reads, by its section
     or its path; a recipe may hold them, since it is written for training."""
     for setting in options.settings:
         path = setting.partition("=")[0]
         section = path.partition(".")[0]
         rollouts = ("sampling.weights", "sampling.cache")  # of training alone: exact otherwise
-        if path in rollouts or not {path, section}.intersection(known):
+        if path in (*rollouts, *unread) or not {path, section}.intersection(known):
             raise BadInput(
                 f"{setting}: expected a setting that this command reads, of "
                 f"{', '.join(known)}; it never reads {path}."

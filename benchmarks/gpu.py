@@ -187,6 +187,7 @@ def countdown_step(config, params, load: Load, limits: dict) -> dict:
     from rlx import assemble
     from rlx.config import load as load_config
     from rlx.stepper import online_stepper
+    from rlx.task_loading import load_task
 
     run = assemble.resolve(
         load_config(
@@ -205,7 +206,7 @@ def countdown_step(config, params, load: Load, limits: dict) -> dict:
     tokenizer = assemble.load_tokenizer(folder)
     config = dataclasses.replace(config, num_tokens=len(tokenizer))
     policy = assemble.Policy(folder, config, tokenizer, params, jax.numpy.dtype("bfloat16"))
-    stepper = online_stepper(run, policy, assemble.load_task(run), keys, None)
+    stepper = online_stepper(run, policy, load_task(run), keys, None)
     state, seconds = stepper.state, []
     for _ in range(2):
         start = time.perf_counter()

@@ -2,9 +2,10 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +25,14 @@ from rlx import ops
 from rlx.algorithms import TERMS
 from rlx.algorithms.record import hyper_parameters, of_scores
 from rlx.corrections import CORRECTIONS
+from rlx.mixture import Mix
 from rlx.optimizer import apart, make_optimizer, schedule
 from rlx.prepare import Plan
 from rlx.replay import empty_replay
 from rlx.rollout import Prompts, Sampling, empty_rollout
 from rlx.settings import Config, offline, old_logprobs, rows, terms, updates
 from rlx.shaping import Shaping
-from rlx.signatures import hyper
-from rlx.tasks import TASKS, Task
+from rlx.tasks import Task
 from rlx.train import start_memory
 from rlx.types import Memory
 from rlx.update import Learner, Term
@@ -132,13 +133,6 @@ def parameter_count(config: ModelConfig) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
-def load_task(config: Config) -> Task:
-    try:
-        return TASKS[config.task.name](seed=config.run.seed, **hyper(config.task))
-    except BadInput as error:
-        raise BadInput(f"task: {error}") from error
-
-
 def bound_terms(config: Config) -> tuple[Term, ...]:
     """The losses of the run with their hyper-parameters, the critic's last where there is one."""
     chosen = []
@@ -190,6 +184,34 @@ def check_verifier(config: Config, task: Task) -> None:
             f"rollout.retire_after: expected 0, since the verifier of {task.name} calls nothing "
             f"right or wrong; came {config.rollout.retire_after}."
         )
+
+
+def make_mix(config: Config, task: Task, rows: Sequence[Mapping[str, Any]]) -> Mix | None:
+    """How a mixture's prompts are drawn from `rows`, those of the pool; None for a single task.
+
+    Raises BadInput where a task has no row left, or a setting means nothing for a mixture.
+    """
+    if task.mixture is None:
+        return None
+    if config.rollout.retire_after:
+        raise BadInput(
+            "rollout.retire_after: expected 0 with task.name=mixture, whose weights can follow the "
+            f"solve rates (task.follow=solve_rates); came {config.rollout.retire_after}."
+        )
+    counts = Counter(row["task"] for row in rows)
+    names = tuple(task.mixture.tasks)
+    for name in names:
+        if not counts[name]:
+            raise BadInput(f"task.tasks: no training prompt of {name} is left.")
+    return Mix(
+        names,
+        tuple(counts[name] for name in names),
+        task.mixture.weights,
+        task.mixture.final_weights,
+        task.mixture.follow,
+        task.mixture.floor,
+        horizon=config.loop.steps * config.batch.prompts,
+    )
 
 
 def needs_critic(config: Config) -> bool:
@@ -257,6 +279,7 @@ def make_plan(
     learner: Learner,
     components: tuple[str, ...],
     verdicts: bool,
+    mix: Mix | None = None,
 ) -> Plan:
     rollout, reward = config.rollout, config.reward
     correction = None
@@ -286,6 +309,7 @@ def make_plan(
             overlong_buffer=rollout.overlong_buffer,
             weights=config.sampling.weights,
             cache=config.sampling.cache,
+            mix=mix,
         ),
         learner=learner,
         shaping=Shaping(

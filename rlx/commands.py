@@ -20,6 +20,7 @@ from rlx.files import write_atomically
 from rlx.generate import Draw, Generator
 from rlx.heldout import Heldout
 from rlx.settings import Config
+from rlx.task_loading import load_task
 from rlx.tasks.files import read_json_lines
 
 GENERATION_ROWS = 256
@@ -30,14 +31,15 @@ def evaluate(config: Config) -> dict[str, Any]:
     """Held-out metrics of the checkpoint that `model.path` names, sampled as `sampling` says."""
     config = assemble.resolve(config)
     keys = assemble.random_keys(config)
-    task = assemble.load_task(config)
+    task = load_task(config)
     policy = assemble.load_policy(config, keys.weights)
     count = config.eval.final_problems
     counts = {"eval.final_problems": count}
     reward_model = scorers.load_reward_model(config, policy)
     heldout = Heldout(config, policy, task, keys.evaluation, counts, reward_model)
     metrics, _ = heldout.evaluate(policy.params, count, greedy=config.eval.greedy)
-    return {"model": config.model.path, "task": config.task.name, **nest_greedy(metrics)}
+    result = {"model": config.model.path, "task": config.task.name, **nest_greedy(metrics)}
+    return result | ({"notes": list(heldout.notes)} if heldout.notes else {})
 
 
 def generate(config: Config, source: Path, output: Path, count: int) -> dict[str, Any]:

@@ -33,6 +33,7 @@ def _offline(config: Config) -> Iterator[Problem]:
     yield from ignored(config, unread, f"{name} samples nothing")
     if source(config) == "pairs":
         sampled = [f"sampling.{key}" for key in ("temperature", "top_k", "top_p", "min_p", "slots")]
+        sampled += ["sampling.long_prompts"]
         sampled += ["eval.samples", "eval.batch", "eval.greedy", "log.samples"]
         because = f"{name} samples nothing, and is measured on held-out pairs"
         yield from ignored(config, sampled, because)

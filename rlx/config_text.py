@@ -30,6 +30,7 @@ _NOUNS = {
     "number": "a number",
     "string": "text",
     "array": "a list",
+    "object": "settings by name",
     "null": "nothing (null)",
 }
 _BOUNDS = {

@@ -7,6 +7,7 @@ so that a run on slightly other data compiles the same programs.
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,19 +33,50 @@ def pad_left(
     return tokens, positions
 
 
+class Encoded(NamedTuple):
+    """Rows, and in the same order their prompts as ids; and what was left out, a sentence."""
+
+    rows: list[Mapping]
+    ids: list[list[int]]
+    notes: tuple[str, ...] = ()
+
+
 def encode_prompts(
-    rows: Sequence[Mapping], tokenizer: Tokenizer, limit: int, what: str
-) -> list[list[int]]:
-    """Each row's prompt as ids; `what` names the rows in an error. Raises BadInput for a prompt of
-    more than `limit` tokens."""
-    encoded = [tokenizer.encode_prompt(row["prompt"]) for row in rows]
-    for i, ids in enumerate(encoded):
-        if len(ids) > limit:
+    rows: Sequence[Mapping],
+    tokenizer: Tokenizer,
+    limit: int,
+    what: str,
+    *,
+    long_prompts: Literal["refuse", "skip"] = "refuse",
+    count: int = 0,
+) -> Encoded:
+    """The first `count` rows (0: all) with their prompts as ids; `what` names a row in an error.
+
+    A prompt of more than `limit` tokens raises BadInput, or its row is left out and another one
+    takes its place. Raises BadInput where no row is left.
+    """
+    kept, encoded, long = [], [], 0
+    for i, row in enumerate(rows):
+        if count and len(kept) == count:
+            break
+        with _naming(f"{what} {i}"):
+            ids = tokenizer.encode_prompt(row["prompt"])
+        if len(ids) <= limit:
+            kept.append(row)
+            encoded.append(ids)
+        elif long_prompts == "skip":
+            long += 1
+        else:
             raise BadInput(
                 f"sampling.max_prompt_tokens: {what} {i} has a prompt of {len(ids)} tokens, more "
-                f"than {limit}. Raise the setting, or leave such rows out of the data."
+                f"than {limit}. Raise the setting, or leave such rows out: "
+                "sampling.long_prompts=skip."
             )
-    return encoded
+    seen = len(kept) + long
+    notes = _told((long, f"of {seen} {what}s left out: prompts of more than {limit} tokens"))
+    if rows and not kept:
+        raise BadInput(f"sampling.max_prompt_tokens: no {what} is left; {notes[0]}")
+    return Encoded(kept, encoded, notes)
 
 
 def prompt_width(encoded: Sequence[Sequence[int]]) -> int:

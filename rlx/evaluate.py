@@ -52,6 +52,8 @@ class Evaluation(Protocol):
     rows: Sequence[Mapping[str, Any]]
     """What a completion's `problem` counts in."""
     verifier: HostVerifier | None
+    notes: tuple[str, ...]
+    """What was left out of the rows, a sentence each."""
 
     def evaluate(
         self, params: PyTree, count: int, *, greedy: bool
@@ -72,12 +74,15 @@ def pass_at_k(right: int, samples: int, k: int) -> float:
 
 
 def summarise(
-    texts: Sequence[Completion], group: int, answer: Callable[[str], str | None]
+    texts: Sequence[Completion],
+    group: int,
+    answer: Callable[[str], str | None],
+    labels: Sequence[str] | None = None,
 ) -> dict[str, float]:
     """Metrics of `group` completions a problem, in order. A failed one counts as wrong.
 
     The standard error is over problems, each with the mean of its samples. `answer` reads the
-    answer that a text votes for.
+    answer that a text votes for. `labels` are the problems' classes, for `class_metrics`.
     """
     problems = _problems(texts, group)
     right = np.array([[is_right(c) for c in problem] for problem in problems])
@@ -92,6 +97,8 @@ def summarise(
         metrics[f"pass@{k}"] = float(np.mean([pass_at_k(int(c), group, k) for c in right.sum(1)]))
     if group > 2:
         metrics[f"maj@{group}"] = float(np.mean([majority_right(p, answer) for p in problems]))
+    if labels is not None:
+        metrics |= class_metrics(right.mean(axis=1), labels)
     return metrics
 
 
@@ -104,6 +111,22 @@ def summarise_rewards(texts: Sequence[Completion], group: int) -> dict[str, floa
     scored = [[c.score.reward for c in p if c.score is not None] for p in _problems(texts, group)]
     means = np.array([np.mean(rewards) for rewards in scored if rewards])
     return {**_mean_and_error("reward", means), **_text_metrics(texts)}
+
+
+def class_metrics(right: Float[np.ndarray, " n"], labels: Sequence[str]) -> dict[str, float]:
+    """Of n problems' shares of right samples: `recall/<label>` is the mean over a class, and
+    `balanced_accuracy` that over the classes that there are. https://doi.org/10.1109/ICPR.2010.764
+
+    Whoever always gives the commonest answer has a high share of right ones, and a balanced
+    accuracy of one over the classes.
+    """
+    if len(labels) != len(right):
+        raise ValueError(f"there are {len(labels)} labels of {len(right)} problems")
+    of_class: dict[str, list[float]] = {label: [] for label in sorted(set(labels))}
+    for label, share in zip(labels, right.tolist(), strict=True):
+        of_class[label].append(share)
+    recalls = {f"recall/{label}": float(np.mean(shares)) for label, shares in of_class.items()}
+    return {"balanced_accuracy": float(np.mean(list(recalls.values())))} | recalls
 
 
 def is_right(completion: Completion) -> bool:
@@ -200,6 +223,13 @@ def told(metrics: Mapping[str, Any], headline: str) -> str:
     nested = nest_greedy(metrics)
     if "greedy" in nested:
         parts.append(f"greedy {score_told(nested['greedy'], headline)}")
+    if _known(metrics.get("balanced_accuracy")):
+        recalls = ", ".join(
+            f"{name.removeprefix('recall/')} {value:.1%}"
+            for name, value in metrics.items()
+            if name.startswith("recall/") and _known(value)
+        )
+        parts.append(f"balanced {metrics['balanced_accuracy']:.1%} ({recalls})")
     for name in ("loss", "margin", "perplexity"):
         if _known(metrics.get(name)):
             parts.append(f"{name} {metrics[name]:.4g}")

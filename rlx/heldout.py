@@ -13,11 +13,11 @@ from rlx import assemble
 from rlx.data import encode_prompts, prompt_pool
 from rlx.evaluate import HEADLINES, Completion, summarise, summarise_rewards
 from rlx.generate import Draw, Generator
-from rlx.rewards.host import HostVerifier
 from rlx.rewards.score import Score
 from rlx.rollout import Prompts, whole_rows
 from rlx.scorers import RewardModel
 from rlx.settings import Config
+from rlx.task_loading import make_verifier
 from rlx.tasks import Task
 
 
@@ -36,21 +36,25 @@ class Heldout:
 
         Raises BadInput where the task has fewer, their prompts don't fit, or nothing can score.
         """
+        self.tokenizer, sampling = policy.tokenizer, config.sampling
+        self.rows, encoded, self.notes = encode_prompts(
+            task.heldout,
+            self.tokenizer,
+            sampling.max_prompt_tokens,
+            "held-out row",
+            long_prompts=sampling.long_prompts,
+            count=max(counts.values()),
+        )
         for name, count in counts.items():
-            if count > len(task.heldout):
+            if count > len(self.rows):
                 raise BadInput(
-                    f"{name}: expected at most the task's {len(task.heldout)} held-out problems; "
-                    f"came {count}."
+                    f"{name}: expected at most the task's {len(self.rows)} held-out problems; "
+                    f"came {count}. {' '.join(self.notes)}".rstrip()
                 )
-        self.rows = task.heldout[: max(counts.values())]
-        self.answer = task.answer
+        self.task = task
         self.key = key
         self.headline = "pass@1" if task.verdicts and reward_model is None else "reward"
         self.higher_is_better = HEADLINES[self.headline].higher_is_better
-        self.tokenizer, sampling = policy.tokenizer, config.sampling
-        encoded = encode_prompts(
-            self.rows, self.tokenizer, config.sampling.max_prompt_tokens, "held-out row"
-        )
         assemble.check_length(policy.config, encoded, sampling.max_new_tokens)
         self.prompts = encoded
         samples = config.eval.samples if sampling.temperature else 1
@@ -67,9 +71,7 @@ class Heldout:
             pool = prompt_pool(encoded, self.tokenizer.pad_id, key)
             self.scorer = Scorer(reward_model, pool, min(rows, prompts * samples))
         elif task.score is not None:
-            self.verifier = HostVerifier(
-                task.score, self.rows, self.tokenizer.decode, self.tokenizer.stop_ids
-            )
+            self.verifier = make_verifier(config, task, self.rows, self.tokenizer)
         else:
             raise BadInput(
                 f"reward.source: the task {task.name} has no verifier that could score samples; "
@@ -85,15 +87,30 @@ class Heldout:
         metrics = self._summary(texts, self.draw.samples)
         if greedy and self.draw.temperature > 0:
             best = self._summary(self._texts(params, count, Draw(1, 0.0)), 1)
+            told = (self.headline, "stderr", "truncated", "balanced_accuracy")
             metrics |= {
-                f"greedy/{name}": best[name] for name in (self.headline, "stderr", "truncated")
+                f"greedy/{name}": value
+                for name, value in best.items()
+                if name.rpartition("/")[2] in told
             }
         return metrics, texts
 
     def _summary(self, texts: list[Completion], group: int) -> dict[str, float]:
-        if self.headline == "pass@1":
-            return summarise(texts, group, self.answer)
-        return summarise_rewards(texts, group)
+        """Of all problems, and of each task of a mixture by itself."""
+        metrics = self._of_task(self.task, texts, group)
+        for name, task in (self.task.mixture.tasks if self.task.mixture else {}).items():
+            own = [text for text in texts if self.rows[text.problem]["task"] == name]
+            if own:
+                mine = self._of_task(task, own, group)
+                metrics |= {f"task/{name}/{key}": value for key, value in mine.items()}
+        return metrics
+
+    def _of_task(self, task: Task, texts: list[Completion], group: int) -> dict[str, float]:
+        if self.headline != "pass@1":
+            return summarise_rewards(texts, group)
+        label = task.label
+        labels = label and [label(self.rows[text.problem]) for text in texts[::group]]
+        return summarise(texts, group, task.answer, labels)
 
     def _texts(self, params: PyTree, count: int, draw: Draw) -> list[Completion]:
         samples = self.generator(params, self.prompts[:count], draw, self.key)
@@ -114,12 +131,14 @@ class Heldout:
     ) -> list[Score | None]:
         if self.scorer is not None:
             return self.scorer(samples, problems)
-        return [
-            self.verifier.score_text(text, self.rows[i], place=f"held-out row {i}")
-            if finite
-            else None
-            for text, i, finite in zip(texts, problems.tolist(), samples.finite, strict=True)
-        ]
+        found: list[Score | None] = [None] * len(texts)
+        (whole,) = np.nonzero(samples.finite)
+        scores = self.verifier.score_texts(
+            [texts[i] for i in whole], problems[whole].tolist(), place="held-out row"
+        )
+        for i, score in zip(whole, scores, strict=True):
+            found[i] = score
+        return found
 
 
 class Scorer:

@@ -26,6 +26,7 @@ class _Given:
     headline: str
     rows: Sequence[Mapping[str, Any]] = ()
     verifier = None
+    notes: tuple[str, ...] = ()
 
     def __init__(self, learner: Learner, data: Batch):
         self.count = len(data.mask)

@@ -33,6 +33,7 @@ from rlx.report.progress import Progress, clock_time
 from rlx.scorers import load_reward_model
 from rlx.settings import Config, offline, terms
 from rlx.stepper import offline_stepper, online_stepper
+from rlx.task_loading import load_task
 
 MAY_CHANGE = {
     "run.name",
@@ -122,7 +123,7 @@ def _train(config: Config, stream: TextIOBase, compilation: Compilation) -> dict
 
     # ---- the parts -------------------------------------------------------------------------
     keys = assemble.random_keys(config)
-    task = assemble.load_task(config)
+    task = load_task(config)
     policy = assemble.load_policy(config, keys.weights)
     counts = {"eval.final_problems": config.eval.final_problems}
     if config.eval.every:
@@ -177,7 +178,7 @@ def _train(config: Config, stream: TextIOBase, compilation: Compilation) -> dict
         )
         record = Record(config, heldout, stepper, policy.tokenizer, writer, progress, compilation)
         background = stack.enter_context(Background())
-        for note in stepper.notes:
+        for note in (*stepper.notes, *heldout.notes):
             progress.note(note)
 
         # ---- before ------------------------------------------------------------------------

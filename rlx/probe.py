@@ -21,6 +21,7 @@ from rlx.rollout import (
     Sampling,
     Scores,
     count_solved,
+    counted,
     join,
     measure,
     worth,
@@ -75,7 +76,11 @@ def choose_probed(
     return Probed(
         rollout=jax.tree.map(pick, fresh),
         scores=scores.rewards[chosen],
-        draw=Draw(draw.rows[chosen], draw.epochs[chosen], draw.cursor),
+        draw=Draw(
+            draw.rows[chosen],
+            draw.epochs[chosen],
+            counted(sampling, draw.cursor, draw.rows, fresh.correct),
+        ),
         solved=count_solved(solved, draw.rows, fresh.correct),
         metrics=measure(many, fresh, samples.finite)
         | {"probe/informative": ops.mean(useful[:, None], every)},

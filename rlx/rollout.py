@@ -9,10 +9,11 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 from model.config import ModelConfig
 from model.quantize import Stored
 from model.sample import Samples, sample
-from rlx import ops
+from rlx import mixture, ops
 from rlx.advantages import mixed
 from rlx.algorithms.dapo import informative, overlong_penalty
-from rlx.types import Largest, Mean, Metrics, Rollout, Smallest
+from rlx.mixture import Mix
+from rlx.types import Cursor, Largest, Mean, Metrics, Rollout, Smallest
 
 SPREAD = 1e-8
 """Rewards of a group that differ by more stand for a mixed verdict where there are no verdicts."""
@@ -58,6 +59,8 @@ class Sampling(NamedTuple):
     """Tokens before the limit over which the length penalty grows; 0 for none."""
     weights: Stored = "auto"
     cache: Stored = "auto"
+    mix: Mix | None = None
+    """Where the pool holds the prompts of several tasks."""
 
 
 class Scores(NamedTuple):
@@ -74,7 +77,7 @@ class Pending(NamedTuple):
 
     rollout: Rollout
     kept: Bool[Array, " N"]
-    cursor: Int[Array, ""]
+    cursor: Cursor
     solved: Int[Array, " M"] | None
     """As `Memory` has it, this step's groups counted in."""
     round: Int[Array, ""]
@@ -90,7 +93,7 @@ class Draw(NamedTuple):
     rows: Int[Array, " N"]
     epochs: Int[Array, " N"]
     """The epoch that each is drawn in."""
-    cursor: Int[Array, ""]
+    cursor: Cursor
     """Behind the last of them."""
 
 
@@ -159,7 +162,7 @@ def empty_rollout(sampling: Sampling, prompt_width: int) -> Rollout:
 def begin(
     sampling: Sampling,
     prompt_width: int,
-    cursor: Int[Array, ""],
+    cursor: Cursor,
     solved: Int[Array, " M"] | None = None,
 ) -> Pending:
     rollout = empty_rollout(sampling, prompt_width)
@@ -173,14 +176,17 @@ def sample_round(
     sampling: Sampling,
     params: PyTree,
     pool: Prompts,
-    cursor: Int[Array, ""],
+    cursor: Cursor,
     solved: Int[Array, " M"] | None,
     key: Key[Array, ""],
     round: Int[Array, ""],
 ) -> tuple[Samples, Draw]:
     """Samples of the next N prompts, and which those are."""
-    retired = None if solved is None else solved >= sampling.retire_after
-    draw = next_rows(pool, cursor, sampling.prompts, retired)
+    if sampling.mix is not None:
+        draw = Draw(*mixture.next_rows(sampling.mix, pool.key, cursor, sampling.prompts))
+    else:
+        retired = None if solved is None else solved >= sampling.retire_after
+        draw = next_rows(pool, cursor, sampling.prompts, retired)
     key = jax.random.fold_in(key, round)
     return sample_rows(sampling, params, pool, draw.rows, draw.epochs, key, 0), draw
 
@@ -297,12 +303,21 @@ def absorb(
     return Pending(
         rollout=jax.tree.map(merge, pending.rollout, fresh),
         kept=kept[chosen],
-        cursor=draw.cursor,
+        cursor=counted(sampling, draw.cursor, draw.rows, fresh.correct),
         solved=count_solved(pending.solved, draw.rows, fresh.correct),
         round=pending.round + 1,
         informative=pending.informative + jnp.sum(useful, dtype=jnp.int32),
         metrics=ops.combine(pending.metrics, measure(sampling, fresh, samples.finite)),
     )
+
+
+def counted(
+    sampling: Sampling, cursor: Cursor, rows: Int[Array, " N"], correct: Float[Array, "N G"]
+) -> Cursor:
+    """The cursor behind these groups, whose verdicts are known now."""
+    if sampling.mix is None:
+        return cursor
+    return mixture.counted(sampling.mix, cursor, rows, correct)
 
 
 def worth(sampling: Sampling, rollout: Rollout, rewards: Float[Array, "N G"]) -> Bool[Array, " N"]:
@@ -340,8 +355,14 @@ def measure(sampling: Sampling, rollout: Rollout, finite: Bool[Array, " B"]) -> 
         "groups/all_right": of_groups(jnp.all(right | ~scored, axis=1) & jnp.any(scored, axis=1)),
         "groups/all_wrong": of_groups(jnp.all(wrong | ~scored, axis=1) & jnp.any(scored, axis=1)),
     }
+    by_task: Metrics = {}
+    if sampling.mix is not None:
+        shape = rewards.shape
+        facts = (lengths.reshape(shape), rollout.truncated.reshape(shape))
+        by_task = mixture.measure(sampling.mix, rollout.rows, rewards, correct, *facts)
     return (
         (verdicts if sampling.verdicts else {})
+        | by_task
         | {
             "reward/mean": ops.mean(rewards, scored),
             "reward/std": ops.deviation(rewards, scored),

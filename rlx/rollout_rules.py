@@ -63,6 +63,20 @@ def _reward(config: Config) -> Iterator[Problem]:
         )
     if reward.source == "verifier":
         yield from ignored(config, ["reward.model"], "reward.source is verifier", "reward.source")
+        if len(reward.verifiers) < 2:
+            because = f"reward.verifiers names {len(reward.verifiers) or 'none'}"
+            yield from ignored(config, ["reward.combine"], because, "reward.verifiers")
+        if reward.workers == 0:
+            limits = ["reward.row_seconds", "reward.worker_mib"]
+            yield from ignored(config, limits, "reward.workers is 0", "reward.workers")
+    else:
+        of_verifiers = ("verifiers", "combine", "workers", "row_seconds", "worker_mib")
+        yield from ignored(
+            config,
+            [f"reward.{key}" for key in of_verifiers],
+            "reward.source is model: no verifier scores",
+            "reward.source",
+        )
     if reward.kl == "none":
         of_kl = ["reward.kl_beta", "reward.kl_target"]
         yield from ignored(config, of_kl, "reward.kl is none", "reward.kl")

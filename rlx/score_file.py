@@ -1,22 +1,34 @@
 """Scoring a file of completions: what `score` on the command line runs."""
 
+import contextlib
 import json
 from pathlib import Path
 
 from model.errors import BadInput
 from rlx.files import write_atomically
-from rlx.rewards import VERIFIERS, RowError, Score
-from rlx.rewards.score import check_score
+from rlx.rewards import VERIFIERS, Score
+from rlx.rewards.batch import batch_scorer
+from rlx.rewards.pool import MEMORY_BYTES, ROW_SECONDS
+from rlx.rewards.worker import Failure
 from rlx.tasks.files import read_json_lines
 
 
-def score_file(task_name: str, input: Path, output: Path) -> dict:
+def score_file(
+    task_name: str,
+    input: Path,
+    output: Path,
+    *,
+    workers: int | None = None,
+    seconds: float = ROW_SECONDS,
+    memory_bytes: int = MEMORY_BYTES,
+) -> dict:
     """Score each line's `completion` and write the line with its verdict added.
 
     A line out has the fields of its line in, and `reward`, `correct`, each component, `reason` and,
     where the verifier names any, `spans`: places of the completion and what each earned.
     Where the verifier fails, `reward` and `correct` are null and `reason` tells why. Nothing is
     written unless every line in has what the verifier needs (ValueError names file and line).
+    `workers` and the limits of time a row and memory a worker are `batch_scorer`'s.
 
     Returns `rows`, `failures`, `solve_rate` (failed rows stay in its denominator) and
     `mean_reward` (of the rows that could be scored; null where none could).
@@ -29,7 +41,15 @@ def score_file(task_name: str, input: Path, output: Path) -> dict:
     for place, row in located:
         if not isinstance(row.get("completion"), str):
             raise BadInput(f"{place}: expected a text `completion`, got {row.get('completion')!r}.")
-    verdicts = [_score(task_name, row, place) for place, row in located]
+    rows = [row for _, row in located]
+    scorer = batch_scorer(
+        VERIFIERS[task_name], rows, workers=workers, seconds=seconds, memory_bytes=memory_bytes
+    )
+    with contextlib.closing(scorer):
+        results = scorer.score_all([(row["completion"], i) for i, row in enumerate(rows)])
+    verdicts = [
+        _verdict(result, place) for (place, _), result in zip(located, results, strict=True)
+    ]
     lines = [row | verdict for (_, row), verdict in zip(located, verdicts, strict=True)]
     output.parent.mkdir(parents=True, exist_ok=True)
     # json escapes to ASCII: a reader that cuts lines at U+2028 then finds none
@@ -46,25 +66,18 @@ def score_file(task_name: str, input: Path, output: Path) -> dict:
     }
 
 
-def _score(task_name: str, row: dict, place: str) -> dict:
-    try:
-        score = VERIFIERS[task_name](row["completion"], row)
-        return _verdict(score, row["completion"])
-    except RowError as error:
-        raise BadInput(f"{place}: {error}") from error
-    except Exception as error:
-        reason = f"could not be scored: {type(error).__name__}: {error}"
+def _verdict(result: Score | Failure, place: str) -> dict:
+    if isinstance(result, Failure):
+        if result.kind == "row":
+            raise BadInput(f"{place}: {result.reason}")
+        reason = f"could not be scored: {result.reason}"
         return {"reward": None, "correct": None, "reason": reason}
-
-
-def _verdict(score: Score, completion: str) -> dict:
-    check_score(score, completion)
     # the component `correct`, where there is one, says the same as the verdict
-    verdict = score.components | {
-        "reward": score.reward,
-        "correct": score.correct,
-        "reason": score.reason,
+    verdict = result.components | {
+        "reward": result.reward,
+        "correct": result.correct,
+        "reason": result.reason,
     }
-    if score.spans:
-        verdict["spans"] = [span._asdict() for span in score.spans]
+    if result.spans:
+        verdict["spans"] = [span._asdict() for span in result.spans]
     return verdict

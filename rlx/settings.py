@@ -5,7 +5,7 @@ Below the sections: Config, and what is worked out from one.
 """
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, SerializeAsAny
 
@@ -60,6 +60,11 @@ class ModelSettings(Section):
 class SamplingSettings(Section):
     max_new_tokens: int = Field(1024, ge=1, description="longest completion, tokens")
     max_prompt_tokens: int = Field(512, ge=1, description="longest prompt, tokens")
+    long_prompts: Literal["refuse", "skip"] = Field(
+        "refuse",
+        description="what is done about rows with a longer one: skip: left out and counted, as "
+        "pairs and chats that do not fit are always",
+    )
     temperature: float = Field(1.0, ge=0, le=100, description="0 is greedy, not in training")
     top_k: int = Field(0, ge=0, description="tokens kept; 0: off; not in training")
     top_p: float = Field(1.0, gt=0, le=1, description="probability kept; 1: off; not in training")
@@ -88,6 +93,27 @@ class RewardSettings(Section):
         "verifier", description="the task's own verifier, or a reward model"
     )
     model: str = Field("", description="reward model's checkpoint folder; with reward.source=model")
+    verifiers: tuple[dict[str, Any], ...] = Field(
+        (),
+        description="in the place of the task's own: settings of each, with its name (a verifier, "
+        "`task` for the task's own, or one of yours as module:function or file.py:function), "
+        "weight and label",
+    )
+    combine: Literal["sum", "stages"] = Field(
+        "sum",
+        description="how several verifiers make one reward; stages: one is asked only where all "
+        "before it passed, by their verdict or their `threshold`",
+    )
+    workers: int | None = Field(
+        None,
+        ge=0,
+        description="processes that verify; null: none for verifiers that are bounded by "
+        "themselves, else one less than the cores; 0: none, and no limits",
+    )
+    row_seconds: float = Field(
+        10.0, gt=0, description="time limit of a row in a process; beyond it has no reward (NaN)"
+    )
+    worker_mib: int = Field(2048, ge=64, description="memory limit of such a process, MiB")
     kl: Literal["none", "k1", "k3"] = Field(
         "none", description="estimator of a KL penalty to the start, taken off each token's reward"
     )

@@ -98,6 +98,23 @@ RANGES: dict[str, FieldInfo] = {
     "target_highest": Field(description="largest target"),
     "file": Field(description="file of training rows; empty, where it may be: they are generated"),
     "heldout_file": Field(description="file of held-out rows; empty: they are set apart"),
+    "tasks": Field(description="of a mixture: settings of each, with its name, weight and label"),
+    "follow": Field(
+        description="what a mixture's weights do: stay, go to each task's final_weight over the "
+        "run, or favour tasks that are half solved"
+    ),
+    "floor": Field(ge=0, le=1, description="least factor that a solve rate puts on a weight"),
+    "judge": Field(description="settings of the verifier judge; empty: reward.verifiers score"),
+    "prefill": Field(description="how the assistant's answer begins; empty: nothing"),
+    "columns": Field(description="a file's column for each field that has another name there"),
+    "bad_rows": Field(description="what is done about rows that can't be read; skip: left out"),
+    "shuffle": Field(description="put options into another order, by the seed in training"),
+    "context_characters": Field(
+        ge=0, description="contexts of a prompt are cut after so many; 0: whole"
+    ),
+    "dataset": Field(description="name of one of reasoning-gym's data sets"),
+    "options": Field(description="configuration of the data set, field by field"),
+    "partial_weight": Field(ge=0, le=1, description="weight of a scorer's value below 1"),
     "system": Field(description="put first where a row has no system message; empty: nothing"),
 }
 # Of pairs, where beta is no weight: 1 / beta stands in a loss, and at 0 nothing would be learnt.
@@ -105,8 +122,9 @@ PAIR_RANGES = RANGES | {
     "beta": Field(gt=0, le=100, description="scale of log pi / pi_ref; larger: nearer to pi_ref"),
 }
 
-# Given by the caller: the run's seed to a task, `sampling.max_new_tokens` to a reduction.
-FILLED = frozenset({"seed", "budget"})
+# Given by the caller: the run's seed to a task, what loads one to a mixture of them, and
+# `sampling.max_new_tokens` to a reduction.
+FILLED = frozenset({"seed", "budget", "load_task"})
 # Keys of a section that say which functions there are, and are no function's own.
 CHOOSING = frozenset({"name", "weight", "advantage", "reduction"})
 

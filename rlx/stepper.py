@@ -10,13 +10,16 @@ import jax
 import jax.numpy as jnp
 
 from model.errors import BadInput
+from model.tokenizer import Tokenizer
 from rlx import assemble
 from rlx.data import chat_rows, encode_prompts, preference_pairs, prompt_pool, worked_examples
+from rlx.mixture import begin
 from rlx.prepare import Frozen
 from rlx.rewards.host import HostVerifier
 from rlx.rollout import Prompts
 from rlx.scorers import Critic, RewardModel, load_critic
 from rlx.settings import Config, source
+from rlx.task_loading import make_verifier
 from rlx.tasks import Task
 from rlx.train import fused, initial_state, offline_run, staged
 from rlx.types import Batch, TrainState
@@ -70,9 +73,7 @@ def online_stepper(
 ) -> Stepper:
     """Samples the task's training prompts. Raises BadInput where they are too few or too long."""
     tokenizer = policy.tokenizer
-    encoded = encode_prompts(
-        task.train, tokenizer, config.sampling.max_prompt_tokens, "training row"
-    )
+    task, encoded, left_out = _encoded(config, tokenizer, task)
     _check_count(config, len(encoded), "training prompts")
     if config.rollout.probe:
         drawn = config.batch.prompts * (config.batch.samples // config.rollout.probe)
@@ -96,9 +97,10 @@ def online_stepper(
     verifier, components, verdicts = None, ("score",), False
     if reward_model is None:
         assemble.check_verifier(config, task)
-        verifier = HostVerifier(task.score, task.train, tokenizer.decode, tokenizer.stop_ids)
+        verifier = make_verifier(config, task, task.train, tokenizer)
         components, verdicts = verifier.components, task.verdicts
-    plan = assemble.make_plan(config, policy, learner, components, verdicts)
+    mix = assemble.make_mix(config, task, task.train)
+    plan = assemble.make_plan(config, policy, learner, components, verdicts, mix)
     frozen = Frozen(reference, reward_model and reward_model.params)
     stopwatch = Stopwatch()
     micro = learner.micro
@@ -127,6 +129,7 @@ def online_stepper(
         keys.steps,
         critic=critic and critic.params,
         memory=assemble.make_memory(config, plan, pool),
+        cursor=0 if mix is None else begin(mix),
     )
     return Stepper(
         run,
@@ -137,7 +140,7 @@ def online_stepper(
         task.train,
         components,
         critic and critic._replace(params=None),
-        tuple(task.notes),
+        (*task.notes, *left_out),
     )
 
 
@@ -205,19 +208,33 @@ def given_text(
 
 
 def _worked(config: Config, policy: assemble.Policy, task: Task) -> tuple[Batch, tuple[str, ...]]:
-    encoded = encode_prompts(
-        task.train, policy.tokenizer, config.sampling.max_prompt_tokens, "training row"
-    )
+    task, encoded, left_out = _encoded(config, policy.tokenizer, task)
     data = worked_examples(
         task, encoded, policy.tokenizer, config.run.seed, config.sampling.max_new_tokens
     )
     size, asked = len(data.mask), len(task.train) * task.demonstrations
     if size == asked:
-        return data, (f"{size} worked examples",)
+        return data, (*left_out, f"{size} worked examples")
     return data, (
+        *left_out,
         f"{size} worked examples; {asked - size} were longer than sampling.max_new_tokens="
         f"{config.sampling.max_new_tokens} and are left out",
     )
+
+
+def _encoded(
+    config: Config, tokenizer: Tokenizer, task: Task
+) -> tuple[Task, list[list[int]], tuple[str, ...]]:
+    """The task with the training rows whose prompts fit, those prompts, and what was left out."""
+    sampling = config.sampling
+    rows, ids, notes = encode_prompts(
+        task.train,
+        tokenizer,
+        sampling.max_prompt_tokens,
+        "training row",
+        long_prompts=sampling.long_prompts,
+    )
+    return task._replace(train=rows), ids, notes
 
 
 def with_signals(data: Batch, learner: Learner) -> Batch:

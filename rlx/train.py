@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Key, PyTree
+from jaxtyping import Array, Key, PyTree
 
 from rlx import ops
 from rlx.prepare import Frozen, Plan, Preview, Scored, make_batch, prepare, score_samples
@@ -26,7 +26,7 @@ from rlx.rollout import (
     sample_round,
     sample_rows,
 )
-from rlx.types import Batch, Memory, Metrics, Moments, Replay, TrainState
+from rlx.types import Batch, Cursor, Memory, Metrics, Mixture, Moments, Replay, TrainState
 from rlx.update import Learner, score_rows, update
 
 
@@ -175,9 +175,11 @@ def offline_step(
 def counters(state: TrainState) -> Metrics:
     """Optimizer updates made and prompts drawn since the beginning: three axes that a step, under
     refill or skipped updates, is not."""
+    cursor = state.cursor
+    drawn = jnp.sum(cursor.drawn) if isinstance(cursor, Mixture) else cursor
     return {
         "updates": ops.scalar_metric(state.updates),
-        "prompts_drawn": ops.scalar_metric(state.cursor),
+        "prompts_drawn": ops.scalar_metric(drawn),
     }
 
 
@@ -303,12 +305,16 @@ def initial_state(
     *,
     critic: PyTree | None = None,
     memory: Memory | None = None,
-    cursor: Int[Array, ""] | int = 0,
+    cursor: Cursor | int = 0,
 ) -> TrainState:
     """A state that owns every buffer of its own: a step donates it, and a reference that shares
     arrays with the policy must outlive that."""
     params, critic = jax.tree.map(jnp.copy, (params, critic or {}))
-    step, cursor, updates = (jnp.array(count, jnp.int32) for count in (0, cursor, 0))
+    step, updates = jnp.array(0, jnp.int32), jnp.array(0, jnp.int32)
+    if isinstance(cursor, Mixture):
+        cursor = jax.tree.map(jnp.copy, cursor)
+    else:
+        cursor = jnp.array(cursor, jnp.int32)
     opt_state = learner.optimizer.init((params, critic))
     memory = jax.tree.map(jnp.copy, memory or start_memory())
     return TrainState(params, critic, opt_state, memory, jnp.copy(key), step, cursor, updates)

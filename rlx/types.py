@@ -110,6 +110,24 @@ class Memory(NamedTuple):
     """None where no group is kept."""
 
 
+class Mixture(NamedTuple):
+    """Where the drawing of prompts of several tasks stands. Letter K: tasks."""
+
+    drawn: Int[Array, " K"]
+    """Prompts so far."""
+    credit: Float[Array, " K"]
+    """By how many prompts each is behind its share."""
+    weights: Float[Array, " K"]
+    """Of the next draws; they add up to 1."""
+    solve_rate: Float[Array, " K"]
+    """Of late."""
+
+
+Cursor = Int[Array, ""] | Mixture
+"""Prompts drawn or passed over so far; of a single task its place in the pool is
+`cursor % pool size`."""
+
+
 class TrainState(NamedTuple):
     """All that a resume needs."""
 
@@ -123,8 +141,7 @@ class TrainState(NamedTuple):
     key: jax.Array
     step: Int[Array, ""]
     """Steps taken: one rollout (or one batch of data) each."""
-    cursor: Int[Array, ""]
-    """Prompts drawn or passed over so far; its place in the pool is `cursor % pool size`."""
+    cursor: Cursor
     updates: Int[Array, ""]
     """Optimizer updates made, the skipped ones not counted: the learning rate's clock."""
 

@@ -1,5 +1,6 @@
 """Given text as one batch: what the mask marks, what is cut or left out, and packed rows."""
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -149,12 +150,24 @@ def test_all_300_public_pairs_come_to_rows_with_qwens_tokenizer():
         assert text == f"<think>\n\n</think>\n\n{answer.lstrip(chr(10))}<|im_end|>"
 
 
+def test_an_end_that_is_the_pad_too_stays_under_the_mask(nano):
+    """Masked by its id, the stop token would never be learnt."""
+    both = copy.copy(nano)
+    both.pad_id = both.end_id
+    pair = Pair("1" + both.decode([both.end_id]), "2", "345")
+    batch = pairs_of(both, [pair])[0]
+    assert completions(batch) == [both.encode_answer(pair.prompt, a) for a in ("2", "345")]
+    assert all(ids[-1] == both.pad_id for ids in completions(batch))
+    # and one within the prompt is attended to
+    assert texts(batch)[0][:2] == both.encode(pair.prompt)
+
+
 # --- worked examples -----------------------------------------------------------------------------
 
 
 def test_worked_examples_end_with_the_stop_token_and_are_to_be_imitated(nano):
     task = TASKS["countdown"](seed=0, train_size=6, heldout_size=1, numbers=(3,), highest=10)
-    prompts = encode_prompts(task.train, nano, 1000, "training row")
+    prompts = encode_prompts(task.train, nano, 1000, "training row").ids
     batch = worked_examples(task, prompts, nano, 5, 200)
     well_formed(batch)
     rng = random.Random(5)

@@ -169,3 +169,37 @@ def test_each_summary_has_its_own_headline_alone():
         assert HEADLINES.keys() & metrics.keys() == {name}
         assert {"stderr", "n"} <= metrics.keys()
     assert headline_of({"reward/mean": 1.0}) is None
+
+
+def test_always_the_commonest_answer_has_a_balanced_accuracy_of_one_over_the_classes():
+    """The share of right ones would say 60%."""
+    labels = ["yes"] * 6 + ["no"] * 3 + ["maybe"]
+    texts = [completion(label == "yes") for label in labels]
+    metrics = summarise(texts, 1, lambda text: text, labels)
+    assert metrics["pass@1"] == 0.6
+    assert metrics["balanced_accuracy"] == pytest.approx(1 / 3)
+    recalls = {"recall/yes": 1.0, "recall/no": 0.0, "recall/maybe": 0.0}
+    assert {name: value for name, value in metrics.items() if "recall" in name} == recalls
+
+
+def test_recalls_are_over_problems_with_all_their_samples_and_failures():
+    """Two samples of each problem: labels read by sample, not by problem, would mix the classes."""
+    texts = [completion(right) for right in (1, 1, 1, 0)] + [completion(0, failed=True)] * 2
+    metrics = summarise(texts, 2, lambda text: text, ["yes", "no", "no"])
+    assert (metrics["recall/yes"], metrics["recall/no"]) == (1.0, 0.25)
+    assert metrics["balanced_accuracy"] == 0.625
+    with pytest.raises(ValueError, match="2 labels of 3 problems"):
+        summarise(texts, 2, lambda text: text, ["yes", "no"])
+
+
+def test_a_class_that_no_problem_has_is_no_zero():
+    """Of the first problems of a data set, a rare class may have none."""
+    metrics = summarise([completion(1), completion(0)], 1, lambda text: text, ["yes", "no"])
+    assert metrics["balanced_accuracy"] == 0.5 and "recall/maybe" not in metrics
+    assert "balanced_accuracy" not in summarise([completion(1)], 1, lambda text: text)
+
+
+def test_classes_are_told_in_the_line():
+    metrics = summarise([completion(1), completion(0)], 1, lambda text: text, ["yes", "no"])
+    line = "pass@1 50.0% ± 50.0% (n=2), balanced 50.0% (no 0.0%, yes 100.0%), length 3"
+    assert told(metrics, "pass@1") == line

@@ -3,6 +3,7 @@
 from functools import partial
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from model.tokenizer import load_tokenizer
 from rlx.rewards import VERIFIERS, Score
 from rlx.rewards.host import HostVerifier
-from rlx.rewards.score import Span
+from rlx.rewards.score import RowError, Span
 
 EOS = 0
 ROWS = [{"nums": [2, 3], "target": 5}, {"nums": [2, 3], "target": 6}]
@@ -209,3 +210,77 @@ def test_nothing_is_decoded_again_without_spans():
     tokens, lengths = rollout([[RIGHT, WRONG]])
     host(np.array([0]), tokens, lengths)
     assert len(calls) == 2
+
+
+def test_workers_score_as_the_process_itself_does():
+    host = HostVerifier(VERIFIERS["countdown"], ROWS, decode, {EOS}, workers=2)
+    tokens, lengths = rollout([[RIGHT, WRONG, "x"], [RIGHT, WRONG, "x"]])
+    here, there = (
+        verifier()(np.array([0, 1]), tokens, lengths),
+        host(np.array([0, 1]), tokens, lengths),
+    )
+    host.close()
+    assert host.components == ("format", "correct")
+    for mine, theirs in zip(here, there, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_workers_tell_a_bad_first_row_at_once():
+    with pytest.raises(RowError, match="`nums`"):
+        HostVerifier(VERIFIERS["countdown"], [{"target": 3}], decode, {EOS}, workers=1)
+
+
+def test_texts_score_together_as_one_by_one():
+    host = verifier()
+    scores = host.score_texts([RIGHT, RIGHT, WRONG], [0, 1, 1])
+    assert scores == [
+        VERIFIERS["countdown"](text, ROWS[i]) for text, i in ((RIGHT, 0), (RIGHT, 1), (WRONG, 1))
+    ]
+    host = verifier(lambda text, row: VERIFIERS["countdown"](text, row if text else ROWS[0]), [{}])
+    assert host.score_texts([RIGHT], [0], place="held-out row") == [None]
+    assert host.last_failure.startswith("held-out row 0: A countdown row needs")
+    with pytest.raises(IndexError):
+        host.score_texts([RIGHT], [1])
+
+
+def test_a_verifier_that_names_its_components_is_not_asked_for_them():
+    calls = []
+
+    def score(text, row):
+        calls.append(text)
+        return Score(1.0, None, {"b": 1.0, "a": 0.0}, "")
+
+    score.components = ("a", "b")
+    host = verifier(score)
+    assert host.components == ("a", "b") and not calls
+    tokens, lengths = rollout([["x"]])
+    _, _, components, _ = host(np.array([0]), tokens, lengths)
+    np.testing.assert_array_equal(components, [[[0, 1]]])  # by name, not in the order they came
+
+
+def test_a_verifier_that_scores_many_gets_a_rollout_at_once():
+    batches = []
+
+    def score(text, row):
+        return Score(0.0, None, {}, "")
+
+    def many(pairs):
+        batches.append(pairs)
+        return [Score(float(len(text)), None, {}, "") for text, _ in pairs]
+
+    score.many = many
+    host = verifier(score)
+    tokens, lengths = rollout([["a", "bb"], ["ccc", "dddd"]])
+    rewards, *_ = host(np.array([0, 1]), tokens, lengths)
+    np.testing.assert_array_equal(rewards, [[1, 2], [3, 4]])
+    assert [row for _, row in batches[-1]] == [ROWS[0], ROWS[0], ROWS[1], ROWS[1]]
+
+
+def test_a_jitted_step_scores_in_workers():
+    host = HostVerifier(VERIFIERS["countdown"], ROWS, decode, {EOS}, workers=1)
+    tokens, lengths = rollout([[RIGHT, WRONG]])
+    shape = jax.ShapeDtypeStruct((1, 2), np.float32)
+    score = jax.jit(lambda *xs: jax.pure_callback(lambda *a: host(*a)[1], shape, *xs))
+    for _ in range(3):
+        np.testing.assert_array_equal(score(jnp.array([0]), tokens, lengths), [[1, 0]])
+    host.close()

@@ -64,7 +64,7 @@ def test_failed_rows_stay_in_the_denominator(tmp_path, monkeypatch):
     wrong, failed = right | {"target": 4}, right | {"target": -1}
     rows = [right] * 108 + [wrong] * 40 + [failed] * 24
     source, result = write_lines(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
-    summary = score_file("countdown", source, result)
+    summary = score_file("countdown", source, result, workers=0)
     assert summary["solve_rate"] == pytest.approx(108 / 172)  # 108 / 148 if failures are dropped
     assert summary["failures"] == 24
     last = json.loads(result.read_text().splitlines()[-1])
@@ -85,8 +85,27 @@ def test_spans_are_written_where_there_are_any_and_checked(tmp_path, monkeypatch
     monkeypatch.setitem(VERIFIERS, "countdown", verifier)
     rows = [{"completion": "abc", "end": end} for end in (0, 3, 4)]
     source, result = write_lines(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
-    assert score_file("countdown", source, result)["failures"] == 1
+    assert score_file("countdown", source, result, workers=0)["failures"] == 1
     none, one, beyond = (json.loads(line) for line in result.read_text().splitlines())
     assert "spans" not in none
     assert one["spans"] == [{"start": 1, "end": 3, "score": 0.5}]
     assert beyond["reward"] is None and "from 1 to 4 in a text of 3" in beyond["reason"]
+
+
+def test_worker_processes_write_the_same_lines(tmp_path):
+    rows = [
+        {"completion": f"x</think><answer>{a}+2</answer>", "nums": [a, 2], "target": 9}
+        for a in range(1, 40)
+    ]
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    here, there = tmp_path / "here.jsonl", tmp_path / "there.jsonl"
+    assert score_file("countdown", source, here, workers=0)["solve_rate"] == 1 / 39
+    score_file("countdown", source, there, workers=2)
+    assert here.read_text() == there.read_text()
+
+
+def test_a_bad_line_is_named_by_worker_processes_too(tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", [{"completion": "", "nums": [], "target": 3}])
+    with pytest.raises(ValueError, match=r"in\.jsonl:1: `nums`"):
+        score_file("countdown", source, tmp_path / "out.jsonl", workers=1)
+    assert list(tmp_path.iterdir()) == [source]

@@ -109,6 +109,9 @@ def score(
     return Score(reward + line_weight * components["lines"], correct, components, reason, spans)
 
 
+score.bounded = True  # it ends soon whatever it reads: rlx/rewards/batch.py
+
+
 def problem(row: Mapping) -> tuple[list[int], int]:
     """The row's numbers and target as plain integers; RowError names the field that is not so."""
     for field in ("nums", "target"):

@@ -10,15 +10,22 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32, Int
 
-from rlx.rewards.score import Score, Span, check_score
+from rlx.rewards.batch import BatchScorer, batch_scorer
+from rlx.rewards.pool import MEMORY_BYTES, ROW_SECONDS, WorkerPool
+from rlx.rewards.score import RowError, Score, Span
+from rlx.rewards.worker import Failure, mark, told
 
 
 class HostVerifier:
     """Decodes and scores the rows of a rollout with one task's verifier.
 
     `components` names the last axis of the components, as the verifier names them for an empty
-    completion of the first row. `failures` counts the completions that could not be scored, and
-    `last_failure` tells the latest.
+    completion of the first row; a verifier that has an attribute `components` is not asked.
+    `failures` counts the completions that could not be scored, and `last_failure` tells the latest.
+
+    `workers`, `seconds` a row and `memory_bytes` a worker are `batch_scorer`'s; without workers
+    there are no limits. Raises BadInput where the verifier cannot run in another process, RowError
+    where the first row is bad.
     """
 
     def __init__(
@@ -27,14 +34,22 @@ class HostVerifier:
         rows: Sequence[Mapping],
         decode: Callable[[list[int]], str],
         stop_ids: Collection[int],
+        *,
+        workers: int | None = 0,
+        seconds: float = ROW_SECONDS,
+        memory_bytes: int = MEMORY_BYTES,
     ):
         if not rows:
             raise ValueError("A verifier needs at least one row; the task has none.")
-        self.score = score
         self.rows = rows
         self.decode = decode
         self.stop_ids = frozenset(stop_ids)
-        self.components = tuple(score("", rows[0]).components)
+        self.scorer = batch_scorer(
+            score, rows, workers=workers, seconds=seconds, memory_bytes=memory_bytes
+        )
+        if isinstance(self.scorer, WorkerPool):
+            self.scorer.start()
+        self.components = component_names(score, self.scorer)
         self.failures = 0
         self.last_failure = ""
 
@@ -60,14 +75,23 @@ class HostVerifier:
         correct = np.full(lengths.shape, np.nan, np.float32)
         components = np.full((*lengths.shape, len(self.components)), np.nan, np.float32)
         token_scores = np.full(tokens.shape, np.nan, np.float32)
+        items, cells = [], []
         for n, g in np.ndindex(*lengths.shape):
-            place = f"row {row_ids[n]}, sample {g}"
             try:
-                text = self.text(tokens[n, g], lengths[n, g])
-                score = self._score_checked(text, self._row(row_ids[n]))
+                row = self._row_number(row_ids[n])
+                items.append((self.text(tokens[n, g], lengths[n, g]), row))
+                cells.append((n, g))
+            except Exception as error:
+                self._record(f"row {row_ids[n]}, sample {g}", told(error))
+        results = self.scorer.score_all(items)
+        for (n, g), (text, row), result in zip(cells, items, results, strict=True):
+            score = self._checked(result, f"row {row}, sample {g}")
+            if score is None:
+                continue
+            try:
                 scores = self._token_scores(score.spans, text, tokens[n, g], lengths[n, g])
             except Exception as error:
-                self._record(place, error)
+                self._record(f"row {row}, sample {g}", told(error))
                 continue
             rewards[n, g] = score.reward
             correct[n, g] = np.nan if score.correct is None else score.correct
@@ -81,11 +105,20 @@ class HostVerifier:
 
     def score_text(self, text: str, row: Mapping, *, place: str = "a text") -> Score | None:
         """The score of a text, as the callback would give it; None, and counted, where it fails."""
-        try:
-            return self._score_checked(text, row)
-        except Exception as error:
-            self._record(place, error)
-            return None
+        (result,) = self.scorer.score_all([(text, row)])
+        return self._checked(result, place)
+
+    def score_texts(
+        self, texts: Sequence[str], rows: Sequence[int], *, place: str = "row"
+    ) -> list[Score | None]:
+        """The same of many, each of a row by its number; `place` stands before it in a failure."""
+        items = [(text, self._row_number(row)) for text, row in zip(texts, rows, strict=True)]
+        results = zip(self.scorer.score_all(items), rows, strict=True)
+        return [self._checked(result, f"{place} {row}") for result, row in results]
+
+    def close(self) -> None:
+        """Ends the worker processes, where there are any."""
+        self.scorer.close()
 
     def _text_ids(self, tokens: Int[np.ndarray, " T"], length: int | np.integer) -> list[int]:
         if not 0 <= length <= len(tokens):
@@ -115,21 +148,37 @@ class HostVerifier:
             scores[place] += span.score
         return scores
 
-    def _row(self, row_id: int | np.integer) -> Mapping:
+    def _row_number(self, row: int | np.integer) -> int:
         # a negative index would quietly be some other row
-        if not 0 <= row_id < len(self.rows):
+        if not 0 <= row < len(self.rows):
             raise IndexError(f"there are {len(self.rows)} rows")
-        return self.rows[row_id]
+        return int(row)
 
-    def _score_checked(self, text: str, row: Mapping) -> Score:
-        score = self.score(text, row)
-        check_score(score, text)
-        if set(score.components) != set(self.components):
-            raise ValueError(
-                f"the components are {sorted(score.components)}, not {sorted(self.components)}"
-            )
-        return score
+    def _checked(self, result: Score | Failure, place: str) -> Score | None:
+        if isinstance(result, Failure):
+            self._record(place, result.reason)
+            return None
+        if set(result.components) != set(self.components):
+            came, wanted = sorted(result.components), sorted(self.components)
+            self._record(place, f"ValueError: the components are {came}, not {wanted}")
+            return None
+        return result
 
-    def _record(self, place: str, error: Exception) -> None:
+    def _record(self, place: str, reason: str) -> None:
         self.failures += 1
-        self.last_failure = f"{place}: {type(error).__name__}: {error}"
+        self.last_failure = f"{place}: {reason}"
+
+
+def component_names(score: Callable, scorer: BatchScorer) -> tuple[str, ...]:
+    """The names of a verifier's components, in the order in which it gives them."""
+    named = mark(score, "components")
+    if named is not None:
+        return tuple(named)
+    (result,) = scorer.score_all([("", 0)])
+    if isinstance(result, Score):
+        return tuple(result.components)
+    if result.kind == "row":
+        raise RowError(result.reason)
+    raise RuntimeError(
+        f"The verifier could not score an empty completion of row 0: {result.reason}"
+    )

@@ -1,7 +1,7 @@
 """The record of a task: its rows and verifier, worked examples, preference pairs, conversations."""
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from rlx.rewards.blocks import last_answer
 from rlx.rewards.score import Score
@@ -20,6 +20,17 @@ class Pair(NamedTuple):
     rejected: str
     margin: float = 0.0
     """By how much the chosen one is better, where the data say so."""
+
+
+class Mixing(NamedTuple):
+    """How the prompts of several tasks are drawn. Their rows have a field `task`."""
+
+    tasks: dict[str, "Task"]
+    """By the name that their rows and metrics have, in the order of the training rows."""
+    weights: tuple[float, ...]
+    final_weights: tuple[float, ...]
+    follow: Literal["weights", "schedule", "solve_rates"]
+    floor: float
 
 
 class Task(NamedTuple):
@@ -49,3 +60,7 @@ class Task(NamedTuple):
     """Whether there are right and wrong answers: whether a score's `correct` means anything."""
     notes: tuple[str, ...] = ()
     """What was left out of the data, a sentence each."""
+    label: Callable[[Mapping], str] | None = None
+    """A row's class, where the classes are to be told apart in evaluation."""
+    mixture: Mixing | None = None
+    """Where the rows are several tasks'."""
