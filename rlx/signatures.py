@@ -115,6 +115,15 @@ RANGES: dict[str, FieldInfo] = {
     "dataset": Field(description="name of one of reasoning-gym's data sets"),
     "options": Field(description="configuration of the data set, field by field"),
     "partial_weight": Field(ge=0, le=1, description="weight of a scorer's value below 1"),
+    "extraction": Field(description="which part of a completion is the answer: docs/tasks.md"),
+    "databases": Field(description="folder of the sqlite files; empty: `database` beside the file"),
+    "empty_results": Field(description="train also where the gold query gives an empty result"),
+    "syntax_weight": Field(ge=0, le=1, description="reward for a query that parses"),
+    "execution_weight": Field(ge=0, le=1, description="reward for a query that runs"),
+    "column_order": Field(description="columns must stand in the gold query's order"),
+    "tolerance": Field(ge=0, lt=1, description="relative error that a float may have"),
+    "query_seconds": Field(gt=0, le=600, description="time limit of a query"),
+    "result_rows": Field(ge=1, description="most rows of a result"),
     "system": Field(description="put first where a row has no system message; empty: nothing"),
 }
 # Of pairs, where beta is no weight: 1 / beta stands in a loss, and at 0 nothing would be learnt.

@@ -123,7 +123,6 @@ DIFFERENT = [
     (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 & 2 \end{pmatrix}"),
     (r"\frac{1}{2}", r"\frac{}{2}"),
     (r"f(x)", r"f(y)"),
-    ("2, 3", "2;3;"),
 ]
 
 
@@ -200,7 +199,7 @@ def test_arithmetic_has_its_exact_value(expression):
 @settings(deadline=None)
 @given(st.text(alphabet=r"0123456789xyfei+-*/^_(){}[]|!%°,;=<>\ .&$#", max_size=60), st.booleans())
 def test_no_text_is_more_than_wrong(text, as_gold):
-    """Whatever a model writes, it is right or not; only `Unreadable` says that it cannot be read."""
+    """Any other exception than `Unreadable` would be the verifier's own failure."""
     same(*((text, "5") if as_gold else ("5", text)))
 
 

@@ -56,14 +56,12 @@ def test_each_rule_reads_its_own_form_and_no_other(completion, hashes, boxed, bl
 
 
 def test_a_rule_that_finds_nothing_does_not_try_another():
-    """MTH-20: by `hashes` a right answer without its mark is wrong, and the reason names the rule."""
+    """MTH-20: a right answer without its mark is wrong by `hashes`; the reason names the rule."""
     strict = score("The answer is 18.", {"answer": "18"}, extraction="hashes")
     assert not strict.correct and "`hashes`" in strict.reason
     assert is_correct("The answer is 18.", "18", "last_number")
     assert not is_correct("The answer is 18.", "18", "boxed")
     assert is_correct("The answer is 18.", "18")
-    with pytest.raises(ValueError, match=r"must be one of hashes.*came 'tail'"):
-        score("1", {"answer": "1"}, extraction="tail")
 
 
 @pytest.mark.parametrize(
@@ -143,7 +141,7 @@ def test_what_a_worked_solution_ends_in():
         ({"answer": ""}, "empty"),
         ({"answer": "5/0"}, "divides by zero"),
         ({"answer": "1" * 1000}, "longer than"),
-        ({"answer": 10**4000}, "not"),
+        ({"answer": 10**4000}, "300 digits"),
         ({"answer": "1", "prefill": 3}, "prefill"),
     ],
 )
@@ -157,7 +155,6 @@ def test_votes_are_counted_over_values():
     assert given == ["1/2", "1/2"]
     assert given_answer("#### x + 1", extraction="hashes") == "x+1"
     assert given_answer("none", extraction="hashes") is None
-    assert given_answer("#### (", extraction="hashes") is not None or True
     assert given_answer("#### " + "9" * 1000, extraction="hashes") is None
 
 
@@ -249,22 +246,23 @@ def test_no_answer_is_computed_for_long(answer):
 @pytest.mark.parametrize(
     "text",
     [
-        "\\boxed{",
-        "{",
-        "####",
-        "#",
-        "1",
-        "1,",
-        "\\frac{1",
-        "<answer>",
-        " ",
-        "-",
-        "1/",
-        "$",
-        "\\",
-        ".",
-    ]
-    + ["\\boxed{" + "(" * 2000, "１", "<|im_end|>", "\\boxed{1}", "#### 1\n", "\\boxed  "],
+        *[
+            "\\boxed{",
+            "{",
+            "####",
+            "#",
+            "1",
+            "1,",
+            "\\frac{1",
+            "<answer>",
+            " ",
+            "-",
+            "1/",
+            "$",
+            "\\",
+        ],
+        *[".", "\\boxed{" + "(" * 2000, "１", "<|im_end|>", "\\boxed{1}", "#### 1\n", "\\boxed  "],
+    ],
 )
 def test_a_megabyte_is_read_in_one_pass(text):
     """A scan from every `\\boxed{` to the end would take a hundred thousand times as long."""

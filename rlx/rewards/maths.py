@@ -20,12 +20,10 @@ scripts, divides by zero or towers up powers is wrong.
 stands there in its form, not empty and once, else 0; under `any`, in one of the first three forms.
 """
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from functools import lru_cache
-from numbers import Real
 from typing import Literal, NamedTuple
 
 from rlx.rewards import maths_answer, maths_equal
@@ -75,6 +73,9 @@ def score(
     return Score(format_weight * layout + correct, correct, components, reason)
 
 
+score.imports = ("math_verify", "mpmath")  # before the first row: rlx/rewards/batch.py
+
+
 def gold_answer(row: Mapping) -> maths_answer.Answer:
     """The row's answer, read; RowError where it is missing, of the wrong kind or unreadable."""
     if "answer" not in row:
@@ -83,13 +84,14 @@ def gold_answer(row: Mapping) -> maths_answer.Answer:
             f" {sorted(map(str, row))})."
         )
     answer = row["answer"]
-    if isinstance(answer, Real) and not isinstance(answer, bool) and math.isfinite(answer):
-        # an integer of a million digits would take long to write out
-        small = abs(answer) < 10**300
-        answer = f"{Decimal(repr(answer)):f}" if isinstance(answer, float) and small else answer
-        answer = str(answer) if small else ""
+    # bool is an int, and an integer of a million digits would take long to write out
+    if isinstance(answer, int) and not isinstance(answer, bool) and abs(answer) < 10**300:
+        answer = str(answer)
+    elif isinstance(answer, float) and abs(answer) < 1e300:
+        answer = f"{Decimal(repr(answer)):f}"  # 1e-05 is no way to write an answer
     if not isinstance(answer, str):
-        raise RowError(f"`answer` must be a text or a finite number, not {answer!r}.")
+        came = "an integer of more than 300 digits" if type(answer) is int else repr(answer)
+        raise RowError(f"`answer` must be a text or a finite number, not {came}.")
     try:
         return _gold(answer)
     except Unreadable as error:

@@ -46,6 +46,7 @@ _UNIT = re.compile(
     r"(?:°\s*[CF]?|\\text\{\s*([A-Za-z][A-Za-z/. -]*)\}|(?<=[0-9} ])([A-Za-z][A-Za-z/. ]*))"
     r"(\^\{[23]\})?\.?$"
 )
+_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z]).*°$")
 _SHORT_UNITS = re.compile(
     r"cm|mm|km|dm|ft|in|yd|mi|kg|mg|lbs?|oz|ml|hrs?|mins?|sec|[mk]ph|kmh|sq|cu|usd|km/h|m/s|deg"
 )
@@ -198,7 +199,7 @@ def read_value(text: str) -> Answer:
     unit = ""
     if text.endswith("%"):
         text, unit = text[:-1].strip(), "%"
-    elif (match := _UNIT.search(text)) and (found := _unit(match)):
+    elif (match := _UNIT.search(text)) and (found := _unit(match)) and not _ANGLE.search(text):
         text, unit = text[: match.start()].strip(), found
     if not text:
         raise Unreadable("the answer is empty")

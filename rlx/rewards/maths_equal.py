@@ -15,6 +15,7 @@ import re
 
 from rlx.rewards import maths_other, maths_value
 from rlx.rewards.maths_answer import Answer, read_value, squeezed
+from rlx.rewards.maths_text import Unreadable
 
 SIGNIFICANT = 6
 
@@ -72,9 +73,8 @@ def _equal_values(gold: Answer, answer: Answer) -> bool:
         other = answer if decimals[:1] == [gold] else gold
         if len(decimals) != 1 or other.number.denominator == 1 or not _is_precise(decimals[0]):
             return False
-    try:
-        values = [maths_value.values(a.text) for a in (gold, answer)]
-    except maths_value.Unknown:
+    values = _evaluated(gold.text, answer.text)
+    if values is None:
         return maths_other.equal(gold.text, answer.text)
     if all(map(maths_value.close, values[0].at, values[1].at)):
         return True
@@ -82,6 +82,22 @@ def _equal_values(gold: Answer, answer: Answer) -> bool:
         return False
     value = values[1 if decimals[0] is gold else 0]
     return not value.letters and maths_value.rounds_to(value.at[0], decimals[0].digits)
+
+
+def _evaluated(gold: str, answer: str) -> tuple[maths_value.Values, maths_value.Values] | None:
+    """The values of both; None where the gold text has none that can be computed here.
+
+    An answer has to be as elementary as the gold one: only a gold text that is not lets a model's
+    text reach sympy.
+    """
+    try:
+        expected = maths_value.values(gold)
+    except maths_value.Unknown:
+        return None
+    try:
+        return expected, maths_value.values(answer)
+    except maths_value.Unknown as unknown:
+        raise Unreadable(str(unknown)) from unknown
 
 
 def _is_precise(decimal: Answer) -> bool:
@@ -107,13 +123,13 @@ def _equal_relations(gold: Answer, answer: Answer) -> bool:
         sides.append(side)
     if sides[0].mark != sides[1].mark:
         return False
-    try:
-        values = [maths_value.values(side.parts[0].text).at for side in sides]
-    except maths_value.Unknown:
+    values = _evaluated(*(side.parts[0].text for side in sides))
+    if values is None:
         return maths_other.equal(gold.text, answer.text)
-    if any(a == 0 or b == 0 for a, b in zip(*values, strict=True)):
+    pairs = list(zip(values[0].at, values[1].at, strict=True))
+    if any(a == 0 or b == 0 for a, b in pairs):
         return False
-    ratios = [a / b for a, b in zip(*values, strict=True)]
+    ratios = [a / b for a, b in pairs]
     if not all(maths_value.close(ratio, ratios[0]) for ratio in ratios):
         return False
     return sides[0].mark in ("=", r"\ne") or ratios[0].real > 0

@@ -6,15 +6,20 @@ for hours.
 """
 
 import logging
+import math
 import re
 from functools import cache, lru_cache
 from typing import Any
 
 MAX_CHARACTERS = 120
 MAX_DEPTH = 6
+MAX_POWER = 12
+"""Of all exponents, multiplied: they may stand upon each other, and sympy expands sums."""
+# factorials and what else sympy computes as it reads; a power in an exponent
 _HEAVY = re.compile(
-    r"!|\\(?:sum|prod|int|oint|lim|binom|det|iint)(?![a-zA-Z])|\^\{?-?[^{}]*[0-9]{3}"
+    r"!|\\(?:sum|prod|i*int|oint|lim|d?binom|det)(?![a-zA-Z])|\^\s*\{[^{}]*(?:\{|\^)"
 )
+_EXPONENT = re.compile(r"\^\s*\{?([^{}]*)")
 
 
 def equal(gold: str, answer: str) -> bool:
@@ -31,10 +36,12 @@ def _is_heavy(text: str) -> bool:
     for character in text:
         depth += (character in "([{") - (character in ")]}")
         deepest = max(deepest, depth)
+    powers = [int(n) for e in _EXPONENT.findall(text) for n in re.findall("[0-9]+", e)]
     return (
         len(text) > MAX_CHARACTERS
         or deepest > MAX_DEPTH
         or text.count("|") > 4
+        or math.prod(powers) > MAX_POWER
         or _HEAVY.search(text) is not None
     )
 

@@ -77,6 +77,9 @@ def score(
     return Score(reward, "correct" in passed, components, reason)
 
 
+score.imports = ("sqlglot",)  # before the first row: rlx/rewards/batch.py
+
+
 def _mismatch(gold: Gold, result: Result, column_order: bool, tolerance: float) -> str:
     reasons = [
         answer.mismatch(result.rows, result.columns, tolerance=tolerance, order=column_order)

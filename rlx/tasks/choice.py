@@ -15,7 +15,7 @@ all files that match, as `mmlu/*_test.csv`.
 import json
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from string import ascii_uppercase
@@ -26,7 +26,7 @@ from rlx.rewards import choice as verifier
 from rlx.rewards.labels import folded
 from rlx.tasks.files import split_of
 from rlx.tasks.formats import Found, read_csv_records, suffix_of
-from rlx.tasks.rows import BadRows, parsed_rows, set_apart
+from rlx.tasks.rows import BadRows, parsed_rows, set_apart, used
 from rlx.tasks.task import Task
 
 SYSTEM = (
@@ -207,26 +207,6 @@ def _refuse_options(row: Mapping) -> None:
         "expected `options`, or a field for each letter (`A`, `B` and so on); the row has"
         f" {', '.join(map(str, row))}."
     )
-
-
-def used(
-    found: list[Found], path: str, parse: Callable[[dict], Any], bad_rows: BadRows
-) -> tuple[list, tuple[str, ...]]:
-    """`parse` of each row that was found, and what was left out, as `rows.parsed_rows` has it."""
-    parsed, refused = [], []
-    for place, row in found:
-        try:
-            if isinstance(row, BadInput):
-                raise row
-            parsed.append(parse(row))
-        except BadInput as error:
-            refused.append(f"{place}: {error}")
-    if refused and bad_rows == "refuse":
-        raise BadInput(refused[0])
-    if not parsed:
-        raise BadInput(f"None of the rows of {path} can be used; {refused[0]}")
-    count = f"{len(refused)} of {len(found)} rows of {path} left out, the first: "
-    return parsed, (count + refused[0],) if refused else ()
 
 
 def _matching(path: str) -> list[str]:

@@ -65,8 +65,6 @@ def load(
     be used, with the place.
     """
     check_sizes(file, train_size, heldout_size)
-    if extraction not in FORMS:
-        raise BadInput(f"`extraction` must be one of {', '.join(FORMS)}, not {extraction!r}.")
     if not 0 <= format_weight < float("inf"):
         raise BadInput(f"`format_weight` must be a number of at least 0, not {format_weight}.")
     parse = partial(make_row, form=FORMS[extraction], system=system)

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 from model.errors import BadInput
 from rlx.rewards import pubmedqa as verifier
 from rlx.rewards.labels import folded
-from rlx.tasks.choice import thinking_prompt, used
+from rlx.tasks.choice import thinking_prompt
 from rlx.tasks.formats import read_json, suffix_of
-from rlx.tasks.rows import BadRows, parsed_rows, renamed, set_apart
+from rlx.tasks.rows import BadRows, parsed_rows, renamed, set_apart, used
 from rlx.tasks.task import Task
 
 # Repeated by a completion, it names all three and so answers nothing.

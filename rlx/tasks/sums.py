@@ -41,11 +41,13 @@ def load(
     random.Random("sums heldout").shuffle(problems)
     heldout, rest = problems[:heldout_size], problems[heldout_size:]
     random.Random(f"sums train {seed}").shuffle(rest)
+    score = partial(verifier.score, extraction="last_number", format_weight=0.0)
+    score.bounded = True  # numbers alone are compared at once
     return Task(
         name="sums",
         train=[make_row(*problem) for problem in rest[: train_size or None]],
         heldout=[make_row(*problem) for problem in heldout],
-        score=partial(verifier.score, extraction="last_number", format_weight=0.0),
+        score=score,
         answer=partial(verifier.given_answer, extraction="last_number"),
     )
 
