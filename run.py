@@ -43,7 +43,10 @@ def parser(command: str) -> Parser:
     if command == "data":
         p.add_argument("--show", type=int, default=3, help="training rows to show")
     if command == "score":
-        p.add_argument("--task", required=True, help="row of the table of tasks")
+        p.add_argument("--task", required=True, help="row of the table of verifiers")
+        p.add_argument(
+            "settings", nargs="*", metavar="task.key=value", help="settings of the verifier"
+        )
     if command == "export":
         p.add_argument("--run", type=Path, required=True, help="run folder")
         p.add_argument("--step", type=int, help="checkpoint (default: the newest)")
@@ -103,7 +106,7 @@ def generate(options: argparse.Namespace) -> dict[str, Any]:
 def score(options: argparse.Namespace) -> dict[str, Any]:
     from rlx.score_file import score_file
 
-    return told(options, score_file(options.task, options.input, options.output))
+    return told(options, score_file(options.task, options.input, options.output, options.settings))
 
 
 def export(options: argparse.Namespace) -> dict[str, Any]:

@@ -2,21 +2,26 @@
 
 import contextlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from model.errors import BadInput
 from rlx.files import write_atomically
 from rlx.rewards import VERIFIERS, Score
 from rlx.rewards.batch import batch_scorer
+from rlx.rewards.build import bind, typed_settings
+from rlx.rewards.compose import Verifier
 from rlx.rewards.pool import MEMORY_BYTES, ROW_SECONDS
 from rlx.rewards.worker import Failure
 from rlx.tasks.files import read_json_lines
+from rlx.yaml_text import read_overrides
 
 
 def score_file(
     task_name: str,
     input: Path,
     output: Path,
+    overrides: Sequence[str] = (),
     *,
     workers: int | None = None,
     seconds: float = ROW_SECONDS,
@@ -28,6 +33,7 @@ def score_file(
     where the verifier names any, `spans`: places of the completion and what each earned.
     Where the verifier fails, `reward` and `correct` are null and `reason` tells why. Nothing is
     written unless every line in has what the verifier needs (ValueError names file and line).
+    `overrides` are the verifier's settings, `task.key=value` each;
     `workers` and the limits of time a row and memory a worker are `batch_scorer`'s.
 
     Returns `rows`, `failures`, `solve_rate` (failed rows stay in its denominator) and
@@ -35,6 +41,7 @@ def score_file(
     """
     if task_name not in VERIFIERS:
         raise BadInput(f"There is no task {task_name!r}; known are {', '.join(VERIFIERS)}.")
+    verifier = _bound(task_name, overrides)
     located = read_json_lines(input)
     if not located:
         raise BadInput(f"{input} holds no rows.")
@@ -43,7 +50,7 @@ def score_file(
             raise BadInput(f"{place}: expected a text `completion`, got {row.get('completion')!r}.")
     rows = [row for _, row in located]
     scorer = batch_scorer(
-        VERIFIERS[task_name], rows, workers=workers, seconds=seconds, memory_bytes=memory_bytes
+        verifier, rows, workers=workers, seconds=seconds, memory_bytes=memory_bytes
     )
     with contextlib.closing(scorer):
         results = scorer.score_all([(row["completion"], i) for i, row in enumerate(rows)])
@@ -64,6 +71,24 @@ def score_file(
         "mean_reward": sum(rewards) / len(rewards) if rewards else None,
         "output": str(output),
     }
+
+
+def _bound(task_name: str, overrides: Sequence[str]) -> Verifier:
+    """The verifier with its settings. Raises BadInput for one that is wrong or missing."""
+    entries, problems = read_overrides(overrides)
+    problems += [
+        f"{entry.path}: expected a setting of the verifier, as in task.format_weight=0"
+        for entry in entries
+        if entry.section != "task" or not entry.key
+    ]
+    if problems:
+        raise BadInput("\n".join(problems))
+    function = VERIFIERS[task_name]
+    try:
+        settings = typed_settings(function, {entry.key: entry.value for entry in entries})
+        return bind(function, **settings)
+    except BadInput as error:
+        raise BadInput(f"task.{error}") from error
 
 
 def _verdict(result: Score | Failure, place: str) -> dict:

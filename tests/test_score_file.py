@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from model.errors import BadInput
 from rlx.rewards import VERIFIERS, Score
 from rlx.rewards.score import Span
 from rlx.score_file import score_file
@@ -109,3 +110,29 @@ def test_a_bad_line_is_named_by_worker_processes_too(tmp_path):
     with pytest.raises(ValueError, match=r"in\.jsonl:1: `nums`"):
         score_file("countdown", source, tmp_path / "out.jsonl", workers=1)
     assert list(tmp_path.iterdir()) == [source]
+
+
+def test_settings_of_the_verifier_are_read(tmp_path):
+    """By the default rule the boxed 18 counts; by the stated one there is no answer."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps({"completion": r"\boxed{18}", "answer": "18"}) + "\n")
+    assert score_file("maths", source, output, workers=0)["solve_rate"] == 1.0
+    strict = score_file("maths", source, output, ["task.extraction=hashes"], workers=0)
+    assert strict["solve_rate"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "told"),
+    [
+        ("maths", ["task.extraction=no"], "task.extraction: .*'hashes'.*came 'no'"),
+        ("maths", ["task.size=1"], "task.size: there is no such setting"),
+        ("maths", ["extraction=boxed"], "extraction: expected a setting of the verifier"),
+        ("judge", [], "judge needs the settings base_url, judge_model|base_url: Field required"),
+    ],
+)
+def test_wrong_settings_are_refused_before_anything_is_scored(tmp_path, task, settings, told):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps({"completion": "", "answer": "1", "question": "?"}) + "\n")
+    with pytest.raises(BadInput, match=told):
+        score_file(task, source, output, settings)
+    assert not output.exists()
