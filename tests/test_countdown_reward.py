@@ -8,6 +8,7 @@ import time
 from fractions import Fraction
 from pathlib import Path
 
+import fuzz_countdown
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -459,3 +460,9 @@ def test_scoring_imports_no_jax():
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
     )
     assert run.stdout.strip() == "False"
+
+
+def test_odd_and_hostile_answers_are_judged_as_a_slow_check_judges_them():
+    """`python tests/fuzz_countdown.py` does the same for a million."""
+    counts = fuzz_countdown.fuzz(3000, seed=7)
+    assert counts["right"] > 300 and len(counts) > 20
