@@ -51,7 +51,7 @@ MISDEEDS = {
     # both hold the interpreter's lock in C: no signal handler and no thread could end them
     "power": ("time", lambda: 10**10**9),
     "pattern": ("time", lambda: re.match(r"(a+)+$", "a" * 60 + "b")),
-    "python loop": ("time", lambda: [None for _ in iter(int, 1)]),
+    "python loop": ("time", lambda: all(number == 0 for number in iter(int, 1))),
     "memory": ("memory", eat_memory),
     "one large block": ("memory", lambda: bytes(2**33)),
     "exit": ("died", lambda: os._exit(0)),
