@@ -1,7 +1,7 @@
 """Several tasks in one pool: which task the next prompt is of, and what is known of each.
 
-    draw = next_rows(mix, pool, cursor, count)
-    cursor = counted(mix, draw.cursor, draw.rows, correct)
+    rows, epochs, cursor = next_rows(mix, key, cursor, count)
+    cursor = counted(mix, cursor, rows, correct)
 
 A task gets its share exactly: with w_k its weight, it has been drawn within one of sum w_k times
 after any number of draws ("smooth weighted round-robin": each draw adds w_k to every task's credit,
