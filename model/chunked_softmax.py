@@ -7,6 +7,10 @@ and mean logit of each token are carried from one chunk of ids to the next (the 
 https://arxiv.org/abs/1805.02867, algorithm 3). Back, a chunk's logits are computed again; a part
 of the kernel's gradient is whole before the next begins, so that it is written once.
 
+On a mesh each device computes its own tokens with the ids of its part of the vocabulary, a chunk
+of which it gathers at a time; what the parts found of a token is put together at the end. So logits
+never travel, and neither does the whole kernel at once.
+
 Letters: N tokens, in m chunks of n; V ids, v of a chunk; D width of a hidden state.
 """
 
@@ -15,10 +19,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from model.attention import MASKED
+from model.sharding import BATCH, TENSOR, batch_shards, mesh_sizes, partition
 
 CHUNK_TOKENS = 1024
 CHUNK_IDS = 8192
@@ -37,6 +43,8 @@ class Chunks(NamedTuple):
     """Of the factors of all products, which add up in float32."""
     tokens_each: int
     ids_each: int
+    split: bool = False
+    """This is one device's part of a mesh: the kernel's part over fsdp and tensor."""
 
     @property
     def count(self) -> int:
@@ -45,13 +53,21 @@ class Chunks(NamedTuple):
     @property
     def masked(self) -> bool:
         """Some chunk holds ids without a share, or ids of the chunk before it."""
-        return self.used_ids < self.ids or self.ids % self.ids_each > 0
+        # A part of the vocabulary may be its last.
+        return self.split or self.used_ids < self.ids or self.ids % self.ids_each > 0
+
+    @property
+    def width_axis(self) -> int:
+        """Of a part of the kernel."""
+        return 1 if self.ids_first else 0
 
 
 class Part(NamedTuple):
     """A chunk of the kernel. The last one ends with the kernel, and so begins before its turn."""
 
     start: Int[Array, ""]
+    """Of its ids in the kernel, or in a device's part of it."""
+    first_id: Int[Array, ""]
     weights: Float[Array, "v D"] | Float[Array, "D v"]
     valid: Bool[Array, " v"]
 
@@ -83,8 +99,10 @@ def chosen_and_entropy(
 
     Chunks of tokens none of which is `needed` cost nothing and give zeros.
     """
-    ids = kernel.shape[0 if ids_first else 1]
-    count = targets.shape[0]
+    sizes = mesh_sizes()
+    shards = batch_shards()
+    ids = kernel.shape[0 if ids_first else 1] // sizes.get(TENSOR, 1)
+    count = targets.shape[0] // shards
     pieces = -(-count // CHUNK_TOKENS)
     chunks = Chunks(
         ids,
@@ -93,18 +111,20 @@ def chosen_and_entropy(
         jnp.dtype(dtype),
         tokens_each=-(-count // pieces),
         ids_each=-(-ids // -(-ids // CHUNK_IDS)),
+        split=bool(sizes),
     )
     padding = pieces * chunks.tokens_each - count
 
     def cut(x):
-        return jnp.pad(x, ((0, padding), *[(0, 0)] * (x.ndim - 1))).reshape(
-            pieces, chunks.tokens_each, *x.shape[1:]
-        )
+        """The tokens of each part of the batch, in as many chunks, one part behind the other."""
+        x = x.reshape(shards, count, *x.shape[1:])
+        x = jnp.pad(x, ((0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)))
+        return x.reshape(shards * pieces, chunks.tokens_each, *x.shape[2:])
 
     used = None if needed is None else jnp.any(cut(needed), axis=1)
     temperature = jnp.asarray(temperature, jnp.float32)
     found = _in_chunks(chunks, kernel, cut(hidden), cut(targets), temperature, used)
-    return tuple(x.reshape(-1)[:count] for x in found)
+    return tuple(x.reshape(shards, -1)[:, :count].reshape(-1) for x in found)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -113,6 +133,41 @@ def _in_chunks(chunks, kernel, hidden, targets, temperature, used):
 
 
 def _forward(chunks, kernel, hidden, targets, temperature, used):
+    operands = (kernel, hidden, targets, temperature, used)
+    forward = functools.partial(_forward_part, chunks)
+    if chunks.split:
+        rows = PartitionSpec(BATCH)
+        forward = jax.shard_map(
+            forward,
+            in_specs=(_kernel_axes(chunks), rows, rows, PartitionSpec(), rows),
+            out_specs=rows,
+            check_vma=False,
+        )
+    outputs, (log_total, entropy) = forward(*operands)
+    return outputs, (*operands, log_total, entropy)
+
+
+def _backward(chunks, kept, slopes):
+    backward = functools.partial(_backward_part, chunks)
+    if chunks.split:
+        rows = PartitionSpec(BATCH)
+        backward = jax.shard_map(
+            backward,
+            in_specs=(_kernel_axes(chunks), rows, rows, PartitionSpec(), rows, rows, rows, rows),
+            out_specs=(_kernel_axes(chunks), rows),
+            check_vma=False,
+        )
+    return *backward(*kept, slopes), None, None, None
+
+
+_in_chunks.defvjp(_forward, _backward)
+
+
+def _kernel_axes(chunks: Chunks) -> PartitionSpec:
+    return partition("vocab", "embed") if chunks.ids_first else partition("embed", "vocab")
+
+
+def _forward_part(chunks, kernel, hidden, targets, temperature, used):
     def of_ids(statistics, index):
         part = _part(chunks, kernel, index)
 
@@ -140,19 +195,27 @@ def _forward(chunks, kernel, hidden, targets, temperature, used):
     zeros = jnp.zeros(targets.shape, jnp.float32)
     first = Statistics(jnp.full_like(zeros, MASKED), zeros, zeros, zeros)
     statistics, _ = jax.lax.scan(of_ids, first, jnp.arange(chunks.count))
-    highest, total, moment, chosen = statistics
+    highest, total, moment, chosen = _of_all_parts(statistics) if chunks.split else statistics
     if used is not None:
         total = jnp.where(used[:, None], total, 1.0)
         highest = jnp.where(used[:, None], highest, 0.0)
     entropy = jnp.log(total) - moment / total
     log_total = highest + jnp.log(total)
-    outputs = (chosen - log_total, entropy)
-    return outputs, (kernel, hidden, targets, temperature, used, log_total, entropy)
+    return (chosen - log_total, entropy), (log_total, entropy)
 
 
-def _backward(chunks, kept, slopes):
+def _of_all_parts(part: Statistics) -> Statistics:
+    """What the parts of the vocabulary found of the same tokens, put together."""
+    highest = jax.lax.pmax(part.highest, TENSOR)
+    shift = part.highest - highest
+    total = part.total * jnp.exp(shift)
+    moment = part.moment * jnp.exp(shift) + total * shift
+    # A target's logit stands in the part that holds its id, and is zero in the others.
+    return Statistics(highest, *jax.lax.psum((total, moment, part.chosen), TENSOR))
+
+
+def _backward_part(chunks, kernel, hidden, targets, temperature, used, log_total, entropy, slopes):
     """d log p_i / d z = 1_i - p; d H / d z = -p (log p + H)."""
-    kernel, hidden, targets, temperature, used, log_total, entropy = kept
 
     def of_ids(gradients, index):
         of_kernel, of_hidden = gradients
@@ -162,7 +225,7 @@ def _backward(chunks, kept, slopes):
             of_logprob, of_entropy = (slope[:, None] for slope in slopes)
             logprobs = _logits(chunks, part, hidden, temperature) - log_total[:, None]
             slope = -jnp.exp(logprobs) * (of_logprob + of_entropy * (logprobs + entropy[:, None]))
-            places = part.start + jnp.arange(chunks.ids_each)
+            places = part.first_id + jnp.arange(chunks.ids_each)
             slope = slope + jnp.where(places == targets[:, None], of_logprob, 0.0)
             if chunks.masked:
                 slope = jnp.where(part.valid, slope, 0.0)
@@ -183,6 +246,13 @@ def _backward(chunks, kept, slopes):
         pieces = (of_hidden, hidden, targets, log_total, entropy, slopes)
         none = jnp.zeros(part.weights.shape, jnp.float32)
         of_part, of_hidden = jax.lax.scan(add, none, (used, pieces))
+        if chunks.split:
+            of_part = jax.lax.psum_scatter(
+                jax.lax.psum(of_part, "data"),
+                "fsdp",
+                scatter_dimension=chunks.width_axis,
+                tiled=True,
+            )
         # Added, since the last chunk holds ids of the one before, of which it has no gradient.
         axis = 0 if chunks.ids_first else 1
         so_far = jax.lax.dynamic_slice_in_dim(of_kernel, part.start, chunks.ids_each, axis)
@@ -193,10 +263,9 @@ def _backward(chunks, kept, slopes):
 
     zeros = (jnp.zeros(kernel.shape, jnp.float32), jnp.zeros(hidden.shape, jnp.float32))
     (of_kernel, of_hidden), _ = jax.lax.scan(of_ids, zeros, jnp.arange(chunks.count))
-    return of_kernel.astype(kernel.dtype), of_hidden.astype(hidden.dtype), None, None, None
-
-
-_in_chunks.defvjp(_forward, _backward)
+    if chunks.split:
+        of_hidden = jax.lax.psum(of_hidden, TENSOR)
+    return of_kernel.astype(kernel.dtype), of_hidden.astype(hidden.dtype)
 
 
 def _part(chunks: Chunks, kernel, index) -> Part:
@@ -204,8 +273,14 @@ def _part(chunks: Chunks, kernel, index) -> Part:
     start = jnp.minimum(turn, chunks.ids - chunks.ids_each)
     axis = 0 if chunks.ids_first else 1
     weights = jax.lax.dynamic_slice_in_dim(kernel, start, chunks.ids_each, axis)
+    weights = weights.astype(chunks.dtype)
+    before = 0
+    if chunks.split:
+        before = jax.lax.axis_index(TENSOR) * chunks.ids
+        weights = jax.lax.all_gather(weights, "fsdp", axis=chunks.width_axis, tiled=True)
     ids = start + jnp.arange(chunks.ids_each)
-    return Part(start, weights.astype(chunks.dtype), (ids >= turn) & (ids < chunks.used_ids))
+    valid = (ids >= turn) & (before + ids < chunks.used_ids)
+    return Part(start, before + start, weights, valid)
 
 
 def _logits(chunks: Chunks, part: Part, hidden: Float[Array, "n D"], temperature):
@@ -220,13 +295,13 @@ def _product(left, right, contracted: tuple[int, int]):
 
 
 def _has(part: Part, targets):
-    place = targets - part.start
+    place = targets - part.first_id
     inside = (place >= 0) & (place < part.valid.shape[0])
     return inside & part.valid[jnp.clip(place, 0, part.valid.shape[0] - 1)]
 
 
 def _at(part: Part, logits, targets):
-    place = jnp.clip(targets - part.start, 0, logits.shape[1] - 1)
+    place = jnp.clip(targets - part.first_id, 0, logits.shape[1] - 1)
     return jnp.take_along_axis(logits, place[:, None], axis=-1)[:, 0]
 
 

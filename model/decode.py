@@ -20,6 +20,7 @@ from model.attention import MASKED, WholeRows, causal_mask, rotary_phases
 from model.config import ModelConfig
 from model.quantize import Stored, quantize, quantize_kernels
 from model.qwen import Block, RMSNorm, joined
+from model.sharding import shared_rows
 
 
 class Prompt(NamedTuple):
@@ -148,10 +149,18 @@ def prepare(
     activations: DTypeLike | None = None,
     weights: Stored = "auto",
 ) -> PyTree:
-    """The parameters as decoding reads them: layers in a list, so that no step slices a stacked
-    array, projections of one input side by side, and each leaf in the type in which it is used, so
-    that no step casts one. `weights` are the kernels; in int8 a channel of the output has a scale,
-    and a step casts what it multiplies.
+    """The parameters as decoding reads them: `in_type` and `laid_out`."""
+    return laid_out(in_type(params, dtype, activations, weights))
+
+
+def in_type(
+    params: PyTree,
+    dtype: DTypeLike,
+    activations: DTypeLike | None = None,
+    weights: Stored = "auto",
+) -> PyTree:
+    """Each leaf in the type in which it is used, so that no step casts one. `weights` are the
+    kernels; in int8 a channel of the output has a scale, and a step casts what it multiplies.
 
     Scales of norms stay as they are: training multiplies with the unrounded ones, and in bfloat16
     a sampler that rounds them is a quarter further from the trainer's log-probabilities.
@@ -167,19 +176,25 @@ def prepare(
     if weights == "int8":
         # Of the float32 ones: those of `dtype` are rounded once already.
         params["layers"] = quantize_kernels(params["layers"])
-    params["layers"] = joined(params["layers"])
-    params = jax.tree_util.tree_map_with_path(in_use, params)
-    count = jax.tree.leaves(params["layers"])[0].shape[0]
-    layers = [jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(count)]
+    return jax.tree_util.tree_map_with_path(in_use, params)
+
+
+def laid_out(params: PyTree) -> PyTree:
+    """Layers in a list, so that no step slices a stacked array, and projections of one input side
+    by side."""
+    stacked = joined(params["layers"])
+    count = jax.tree.leaves(stacked)[0].shape[0]
+    layers = [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(count)]
     return params | {"layers": layers}
 
 
-def _unrolled(config, params, tokens, positions, contexts, dtype):
-    x = params["embed"]["embedding"][tokens]
+def _unrolled(config, params, tokens, positions, contexts, dtype, axis):
+    embedding = params["embed"]["embedding"]
+    x = embedding[tokens] if axis is None else shared_rows(embedding, tokens, axis)
     phases = rotary_phases(positions, config.head_dim, config.rope_theta)
     kept = []
     for layer, context in zip(params["layers"], contexts, strict=True):
-        x, new = Block(config, dtype).apply({"params": layer}, x, phases, context)
+        x, new = Block(config, dtype, axis).apply({"params": layer}, x, phases, context)
         kept.append(new)
     return RMSNorm(config.norm_epsilon, "embed").apply({"params": params["norm"]}, x), kept
 
@@ -191,13 +206,17 @@ def prefill(
     positions: Int[Array, "M P"],
     dtype: DTypeLike = jnp.float32,
     cache: Stored = "auto",
+    axis: str | None = None,
 ) -> list[Prompt]:
     """Keys and values of whole prompts, a layer each. `params` are prepared.
+
+    `axis`, here and in `decode`: of the mesh over which heads, feed-forward width and vocabulary
+    lie split, inside `shard_map`; `config` is then that of the part.
 
     Prompts see themselves unrounded; an int8 cache is what later tokens see.
     """
     masks = [WholeRows(causal_mask(positions))] * config.num_layers
-    _, kept = _unrolled(config, params, tokens, positions, masks, dtype)
+    _, kept = _unrolled(config, params, tokens, positions, masks, dtype, axis)
     return [Prompt(**_lying(key, value, cache == "int8")) for key, value in kept]
 
 
@@ -248,7 +267,8 @@ def decode(
     caches: list[Cache],
     visible: Visible,
     dtype: DTypeLike = jnp.float32,
+    axis: str | None = None,
 ) -> tuple[Float[Array, "B 1 D"], list[Cache]]:
     """Hidden states of one new token a row, and the caches with it. `params` are prepared."""
     contexts = [Decoding(cache, visible) for cache in caches]
-    return _unrolled(config, params, tokens, positions, contexts, dtype)
+    return _unrolled(config, params, tokens, positions, contexts, dtype, axis)

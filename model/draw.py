@@ -44,20 +44,38 @@ def draw_token(
     uniform: Float[Array, " B"],
     temperature: float | Float[Array, ""],
     filters: Filters | None,
+    axis: str | None = None,
 ) -> Drawn:
-    """One token a row. Temperature 0 is greedy, with log-probabilities at temperature 1."""
+    """One token a row. Temperature 0 is greedy, with log-probabilities at temperature 1.
+
+    `axis` is that of the mesh over which the vocabulary lies split, inside `shard_map`. Then a few
+    numbers a row travel, and no logits; but filters rank all tokens, and so put the parts together.
+    """
+    if axis is not None and filters is not None:
+        logits = jax.lax.all_gather(logits, axis, axis=1, tiled=True)
+        axis = None
     # As few passes over [B, V] as there can be: with a large vocabulary each is as long as a layer.
     greedy = jnp.equal(temperature, 0)
     divisor = jnp.where(greedy, 1.0, temperature)
     highest, lowest = jnp.max(logits, axis=-1), jnp.min(logits, axis=-1)
+    if axis is not None:
+        highest, lowest = jax.lax.pmax(highest, axis), jax.lax.pmin(lowest, axis)
     scaled, top = logits / divisor, highest / divisor
     weights = jnp.exp(scaled - top[:, None])
     total = jnp.sum(_masses(weights), axis=-1)
     allowed = weights if filters is None else keep(weights / total[:, None], filters)
     # The draw's lowest level is the first token that is allowed.
     allowed = jnp.where(greedy, logits == highest[:, None], allowed)
-    token = draw(allowed, jnp.where(greedy, 0.0, uniform))
-    chosen = jnp.take_along_axis(scaled, token[:, None], axis=-1)[:, 0]
+    uniform = jnp.where(greedy, 0.0, uniform)
+    if axis is None:
+        token = draw(allowed, uniform)
+        chosen = jnp.take_along_axis(scaled, token[:, None], axis=-1)[:, 0]
+    else:
+        total = jax.lax.psum(total, axis)
+        place, here = _draw_of_parts(allowed, uniform, axis)
+        token = place + jax.lax.axis_index(axis) * logits.shape[1]
+        chosen = jnp.take_along_axis(scaled, place[:, None], axis=-1)[:, 0]
+        token, chosen = (jax.lax.psum(jnp.where(here, x, 0), axis) for x in (token, chosen))
     logprob = chosen - top - jnp.log(total)
     return Drawn(token, logprob, jnp.isfinite(highest) & jnp.isfinite(lowest))
 
@@ -85,6 +103,21 @@ def draw(weights: Float[Array, "B V"], uniform: Float[Array, " B"]) -> Int[Array
     level = jnp.maximum(level - jnp.sum(jnp.where(earlier, masses, 0.0), axis=-1), 0.0)
     inside = jnp.take_along_axis(_blocks(weights), block[:, None, None], axis=1)[:, 0]
     return block * BLOCK + _passing(inside, level)
+
+
+def _draw_of_parts(
+    weights: Float[Array, "B v"], uniform: Float[Array, " B"], axis: str
+) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+    """`draw` from the parts of a vocabulary: each row's token, counted within this part, and
+    whether it is in this part."""
+    own = jnp.sum(_masses(weights), axis=-1)
+    parts = jax.lax.all_gather(own, axis, axis=1)
+    level = uniform * jnp.sum(parts, axis=-1)
+    part = _passing(parts, level)
+    earlier = jnp.arange(parts.shape[1]) < part[:, None]
+    level = jnp.maximum(level - jnp.sum(jnp.where(earlier, parts, 0.0), axis=-1), 0.0)
+    share = jnp.minimum(level / jnp.where(own > 0, own, 1.0), 1.0)
+    return draw(weights, share), part == jax.lax.axis_index(axis)
 
 
 def _passing(weights: Float[Array, "B n"], level: Float[Array, " B"]) -> Int[Array, " B"]:

@@ -18,6 +18,7 @@ from model.chunked_softmax import chosen_and_entropy
 from model.config import ModelConfig
 from model.product import product
 from model.qwen import Qwen
+from model.sharding import apart, constrain, each_shard, together
 from model.stream import Places, Stream
 
 
@@ -36,17 +37,20 @@ def logits(
     kernel: Float[Array, "D V"],
     hidden: Float[Array, "*batch D"],
     dtype: DTypeLike | None = None,
+    first_id: int | Int[Array, ""] = 0,
 ) -> Float[Array, "*batch V"]:
     """Float32 logits. Ids that are no token of the tokenizer have no probability.
 
-    `dtype` is that of the product's factors (None: as the hidden states).
+    `dtype` is that of the product's factors (None: as the hidden states); `first_id` that of the
+    kernel's first column, where it is a part of the vocabulary.
     """
     rows = hidden.reshape(-1, hidden.shape[-1])
     out = product(rows, kernel, jnp.dtype(dtype or hidden.dtype))
     out = out.reshape(*hidden.shape[:-1], -1)
     if config.num_tokens is None:
         return out
-    return jnp.where(jnp.arange(config.vocab_size) < config.num_tokens, out, MASKED)
+    ids = first_id + jnp.arange(config.vocab_size)
+    return jnp.where(ids < config.num_tokens, out, MASKED)
 
 
 def token_logprobs(
@@ -129,18 +133,20 @@ def stream_outputs(
     width: int,
     temperature: float | Float[Array, ""] = 1.0,
 ) -> Outputs:
-    """`completion_outputs` of the rows of a stream. Beyond a row's end stands garbage; the value
-    after its last token only where the row is laid out with one token more."""
+    """`completion_outputs` of the rows of a stream, or of streams side by side. Beyond a row's end
+    stands garbage; the value after its last token only where the row is laid out with one more."""
     where = (stream.tokens, stream.positions, stream.context)
     hidden = model.apply({"params": params}, *where)
     logprobs, entropy = policy_logprobs(
         model, params, hidden, stream.targets, temperature, stream.predicts
     )
-    columns = places.starts[:, None] + jnp.arange(width + 1)
-    columns = jnp.minimum(columns, stream.tokens.size - 1)
+    streams = stream.context.prompt_blocks.shape[0]
+    columns = apart(places.starts, streams)[..., None] + jnp.arange(width + 1)
+    columns = jnp.minimum(columns, stream.tokens.size // streams - 1)
 
     def by_row(x):
-        return x.reshape(-1)[columns]
+        rows = each_shard(lambda x, columns: x[columns], x.reshape(streams, -1), columns)
+        return constrain(together(rows), "batch")
 
     has_head = "value_head" in params
     values = head_values(params, hidden) if has_head else jnp.zeros(hidden.shape[:2], jnp.float32)

@@ -45,13 +45,17 @@ def quantize_kernels(layers: PyTree) -> PyTree:
         if not isinstance(part, dict):
             made[name] = part
         elif "kernel" in part:
-            # Heads and their width are both inputs of the product that ends attention.
-            inputs = (1, 2) if name == "o_proj" else 1
-            kernel, scale = quantize(part["kernel"], inputs)
+            kernel, scale = quantize(part["kernel"], kernel_inputs(name))
             made[name] = part | {"kernel": kernel, "kernel_scale": scale}
         else:
             made[name] = quantize_kernels(part)
     return made
+
+
+def kernel_inputs(name: str) -> tuple[int, ...]:
+    """The axes of a stacked kernel that its product sums over."""
+    # Heads and their width are both inputs of the product that ends attention.
+    return (1, 2) if name == "o_proj" else (1,)
 
 
 def unhoisted(lasting: PyTree, step: Int[Array, ""]) -> tuple[PyTree, Int[Array, ""]]:

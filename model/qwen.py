@@ -19,6 +19,14 @@ from model.attention import Context, Phases, rotary_phases, rotate
 from model.config import ModelConfig
 from model.kernels import first_columns, roll_left, whole_rows
 from model.product import product
+from model.sharding import (
+    Embedding,
+    ParameterAxes,
+    constrain,
+    mesh_sizes,
+    shardings,
+    without_mesh,
+)
 
 INITIAL_SCALE = 0.02
 
@@ -50,6 +58,8 @@ class Projection(nn.Module):
     dtype: DTypeLike
     bias: bool = False
     inputs: int = 1
+    summed_over: str | None = None
+    """The axis of the mesh over which the inputs lie split, inside `shard_map`."""
 
     @nn.compact
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -66,6 +76,8 @@ class Projection(nn.Module):
         y = product(x.reshape(-1, width), kernel, self.dtype)
         if in_int8:
             y = y * self.get_variable("params", "kernel_scale").reshape(-1)
+        if self.summed_over is not None:
+            y = jax.lax.psum(y, self.summed_over)
         y = y.astype(x.dtype).reshape(*batch, *out)
         if self.bias:
             axes = self.axes[self.inputs :]
@@ -77,6 +89,7 @@ class Projection(nn.Module):
 class Attention(nn.Module):
     config: ModelConfig
     dtype: DTypeLike
+    axis: str | None = None
 
     @nn.compact
     def __call__(
@@ -109,6 +122,8 @@ class Attention(nn.Module):
             query = RMSNorm(c.norm_epsilon, "head_dim", name="q_norm")(query)
             key = RMSNorm(c.norm_epsilon, "head_dim", name="k_norm")(key)
         query, key = rotate(query, phases), rotate(key, phases)
+        query = constrain(query, "batch", None, "heads")
+        key, value = (constrain(part, "batch", None, "kv_heads") for part in (key, value))
         mixed, kept = context.attend(*(part.astype(self.dtype) for part in (query, key, value)))
         out = Projection(
             (c.num_heads, c.head_dim, c.hidden_size),
@@ -116,9 +131,11 @@ class Attention(nn.Module):
             self.dtype,
             c.output_bias,
             inputs=2,
+            summed_over=self.axis,
             name="o_proj",
         )
-        return out(mixed.astype(x.dtype)), kept
+        mixed = constrain(mixed.astype(x.dtype), "batch", None, "heads")
+        return out(mixed), kept
 
 
 class FeedForward(nn.Module):
@@ -126,6 +143,7 @@ class FeedForward(nn.Module):
 
     config: ModelConfig
     dtype: DTypeLike
+    axis: str | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
@@ -137,22 +155,29 @@ class FeedForward(nn.Module):
         else:
             gate = Projection(shape, axes, self.dtype, name="gate_proj")(x)
             up = Projection(shape, axes, self.dtype, name="up_proj")(x)
-        down = Projection(shape[::-1], axes[::-1], self.dtype, name="down_proj")
-        return down(nn.silu(gate) * up)
+        down = Projection(
+            shape[::-1], axes[::-1], self.dtype, summed_over=self.axis, name="down_proj"
+        )
+        return down(constrain(nn.silu(gate) * up, "batch", None, "mlp"))
 
 
 class Block(nn.Module):
     config: ModelConfig
     dtype: DTypeLike = jnp.float32
+    axis: str | None = None
+    """Of the mesh over which heads and feed-forward width lie split, inside `shard_map`; `config`
+    is then that of the part."""
 
     @nn.compact
     def __call__(self, x, phases, context):
         c = self.config
         norm = functools.partial(RMSNorm, c.norm_epsilon, "embed")
-        attention = Attention(c, self.dtype, name="attention")
+        attention = Attention(c, self.dtype, self.axis, name="attention")
         mixed, kept = attention(norm(name="attention_norm")(x), phases, context)
-        x = x + mixed
-        return x + FeedForward(c, self.dtype, name="mlp")(norm(name="mlp_norm")(x)), kept
+        x = constrain(x + mixed, "batch")
+        feed_forward = FeedForward(c, self.dtype, self.axis, name="mlp")
+        x = x + feed_forward(norm(name="mlp_norm")(x))
+        return constrain(x, "batch"), kept
 
 
 REMAT = {
@@ -191,14 +216,9 @@ class Qwen(nn.Module):
         if rolled:
             start = first_columns(positions)
             tokens, positions = roll_left(tokens, start), roll_left(positions, start)
-        normal = nn.initializers.normal(INITIAL_SCALE)
-        x = nn.Embed(
-            c.vocab_size,
-            c.hidden_size,
-            dtype=self.activations or self.dtype,
-            embedding_init=nn.with_logical_partitioning(normal, ("vocab", "embed")),
-            name="embed",
-        )(tokens)
+        activations = self.activations or self.dtype
+        embed = Embedding(c.vocab_size, c.hidden_size, activations, INITIAL_SCALE, name="embed")
+        x = embed(tokens)
         block = Block
         if self.remat != "none":
             # Inside a scan XLA can't merge the recomputation with the first pass anyway.
@@ -223,9 +243,35 @@ class Qwen(nn.Module):
 
 
 def initialise(config: ModelConfig, key: jax.Array) -> PyTree:
-    """A random model's parameters, float32 and unboxed."""
-    tokens = jnp.zeros((1, 1), jnp.int32)
-    return nn.meta.unbox(jax.jit(Qwen(config).init)(key, tokens, tokens))["params"]
+    """A random model's parameters, float32 and unboxed. On a mesh each device makes its own part,
+    with the numbers that it would have without one."""
+
+    def init(key):
+        tokens = jnp.zeros((1, 1), jnp.int32)
+        return nn.meta.unbox(Qwen(config).init(key, tokens, tokens))["params"]
+
+    if not mesh_sizes():
+        return jax.jit(init)(key)
+    with without_mesh():
+        shapes = jax.eval_shape(init, key)
+    placed = shardings(jax.sharding.get_mesh(), parameter_axes(config), shapes)
+
+    def without(key):
+        with without_mesh():
+            return init(key)
+
+    return jax.jit(without, out_shardings=placed)(key)
+
+
+@functools.cache
+def parameter_axes(config: ModelConfig) -> ParameterAxes:
+    """The names of the axes of each parameter, by its path."""
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    with without_mesh():
+        boxed = jax.eval_shape(Qwen(config).init, key, tokens, tokens)["params"]
+    specs = jax.tree_util.tree_leaves_with_path(nn.get_partition_spec(boxed))
+    return {tuple(key.key for key in path): tuple(spec) for path, spec in specs}
 
 
 def head_kernel(config: ModelConfig, params: PyTree) -> Float[Array, "D V"]:

@@ -12,13 +12,15 @@ A log-probability is that of the full softmax at the sampling temperature, whate
 draw went through.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+from jaxtyping import Array, Bool, Float, Int, Int8, Key, PyTree
 
 from model.config import ModelConfig
 from model.decode import (
@@ -27,16 +29,27 @@ from model.decode import (
     Visible,
     decode,
     emptied,
+    in_type,
+    laid_out,
     prefill,
-    prepare,
     room,
     widened,
 )
 from model.draw import Drawn, Filters, draw_token
 from model.errors import BadInput
 from model.heads import logits
-from model.quantize import Stored, quantize, unhoisted
-from model.qwen import head_kernel
+from model.quantize import Stored, kernel_inputs, quantize, unhoisted
+from model.qwen import head_kernel, parameter_axes
+from model.sharding import (
+    AXES,
+    BATCH,
+    RULES,
+    TENSOR,
+    batch_shards,
+    constrain,
+    mesh_sizes,
+    part_of,
+)
 
 STRIDE = 4
 """Steps between two looks at what has finished: to stop, or to give a slot its next row."""
@@ -141,26 +154,129 @@ def sample(
     if slots is not None and slots < 1:
         raise BadInput(f"slots must be at least 1, and is {slots}.")
     group = keys.shape[1]
-    count = prompts * group
-    kernel = head_kernel(config, params)
-    kernel, scale = quantize(kernel, 0) if weights == "int8" else (kernel.astype(dtype), None)
-    params = prepare(params, dtype, activations, weights)
-    prompt_mask = positions[:, :-1] >= 0
-    prefilled = prefill(config, params, tokens[:, :-1], positions[:, :-1], dtype, cache)
     if limits is None:
         limits = jnp.full((prompts, group), max_new_tokens)
+    kernel = head_kernel(config, params)
+    kernel, scale = quantize(kernel, 0) if weights == "int8" else (kernel.astype(dtype), None)
+    given = Given(
+        params=in_type(params, dtype, activations, weights),
+        kernel=kernel,
+        kernel_scale=scale,
+        tokens=tokens,
+        positions=positions,
+        uniforms=_uniforms(keys, max_new_tokens),
+        limits=jnp.minimum(limits, max_new_tokens),
+        stop_ids=stop_ids,
+        temperature=temperature,
+        filters=filters,
+    )
+    sizes = mesh_sizes()
+    part = functools.partial(_sample_part, config, slots, pad_id, dtype, cache, None)
+    if sizes:
+        axis = TENSOR if sizes[TENSOR] > 1 else None
+        each = slots and -(-slots // batch_shards())
+        shape = part_of(config, sizes[TENSOR])
+        part = functools.partial(_sample_part, shape, each, pad_id, dtype, cache, axis)
+        rows = PartitionSpec(BATCH)
+        part = jax.shard_map(
+            part,
+            in_specs=(_partition(config, given),),
+            out_specs=Samples(rows, rows, rows, rows, rows, PartitionSpec()),
+            check_vma=False,
+        )
+    return part(given)
+
+
+class Given(NamedTuple):
+    """All that sampling needs, on whatever devices."""
+
+    params: PyTree
+    """Of their types."""
+    kernel: Float[Array, "D V"] | Int8[Array, "D V"]
+    """The head's."""
+    kernel_scale: Float[Array, " V"] | None
+    tokens: Int[Array, "N P"]
+    positions: Int[Array, "N P"]
+    uniforms: Float[Array, "N G T"]
+    limits: Int[Array, "N G"]
+    stop_ids: Int[Array, " stops"]
+    temperature: float | Float[Array, ""]
+    filters: Filters | None
+
+
+def _partition(config: ModelConfig, given: Given) -> Given:
+    """How it is split. A step reads all parameters: so each device keeps those of its part of the
+    tensor axis, gathered over fsdp once a rollout."""
+    axes = parameter_axes(config)
+
+    def of_leaf(path, leaf):
+        *outer, kind = (key.key for key in path)
+        names = axes[*outer, "kernel" if kind == "kernel_scale" else kind]
+        if kind == "kernel_scale":
+            inputs = kernel_inputs(outer[-1])
+            names = tuple(name for i, name in enumerate(names) if i not in inputs)
+        return PartitionSpec(*(of_tensor(name) for name in names))
+
+    def of_tensor(name):
+        return TENSOR if RULES.get(name) == TENSOR else None
+
+    rows, whole = PartitionSpec(BATCH), PartitionSpec()
+    return Given(
+        params=jax.tree_util.tree_map_with_path(of_leaf, given.params),
+        kernel=PartitionSpec(None, TENSOR),
+        kernel_scale=(given.kernel_scale is not None and PartitionSpec(TENSOR)) or None,
+        tokens=rows,
+        positions=rows,
+        uniforms=rows,
+        limits=rows,
+        stop_ids=whole,
+        temperature=whole,
+        filters=whole,
+    )
+
+
+def _sample_part(
+    config: ModelConfig,
+    slots: int | None,
+    pad_id: int,
+    dtype: DTypeLike,
+    cache: Stored,
+    axis: str | None,
+    given: Given,
+) -> Samples:
+    """`sample` of one device's prompts. Where `axis` of the mesh splits heads, vocabulary and the
+    rest, devices of it work on the same rows, and `config` is that of a part."""
+    tokens, positions, kernel, scale = (
+        given.tokens,
+        given.positions,
+        given.kernel,
+        given.kernel_scale,
+    )
+    group, max_new_tokens = given.uniforms.shape[1:]
+    prompts = tokens.shape[0]
+    count = prompts * group
+    rounded = scale is not None or cache == "int8"
+    params = laid_out(given.params)
+    prompt_mask = positions[:, :-1] >= 0
+    prefilled = prefill(config, params, tokens[:, :-1], positions[:, :-1], dtype, cache, axis)
     rows = Rows(
         prompt=jnp.repeat(jnp.arange(prompts), group),
         token=jnp.repeat(tokens[:, -1], group),
         position=jnp.repeat(positions[:, -1], group),
-        limit=jnp.minimum(limits.reshape(count), max_new_tokens),
-        uniforms=_uniforms(keys.reshape(count), max_new_tokens),
+        limit=given.limits.reshape(count),
+        uniforms=given.uniforms.reshape(count, max_new_tokens),
     )
+
+    def anyone(condition):
+        """Whether it holds on any device: those that add up their parts must turn as often."""
+        if axis is None:
+            return condition
+        return jax.lax.pmax(condition.astype(jnp.int32), AXES) > 0
 
     def step(state: State, shared: bool) -> State:
         lasting = (params, kernel, [cache.prompt for cache in state.caches])
         now = state.step
-        if "int8" in (weights, cache):
+        if rounded:
             lasting, now = unhoisted(lasting, now)
         read, head, shown = lasting
         columns = jnp.arange(state.caches[0].keys.shape[-1])
@@ -173,21 +289,24 @@ def sample(
         position = (rows.position[state.row] + state.age)[:, None]
         caches = [c._replace(prompt=prompt) for c, prompt in zip(state.caches, shown, strict=True)]
         hidden, caches = decode(
-            config, read, state.token[:, None], position, caches, visible, dtype
+            config, read, state.token[:, None], position, caches, visible, dtype, axis
         )
         # What no step changes goes on as it came, or the loop would copy it.
         caches = [c._replace(prompt=o.prompt) for c, o in zip(caches, state.caches, strict=True)]
-        raw = logits(config, head.astype(dtype), hidden[:, 0].astype(dtype))
+        first_id = 0 if axis is None else jax.lax.axis_index(axis) * config.vocab_size
+        raw = logits(config, head.astype(dtype), hidden[:, 0].astype(dtype), first_id=first_id)
         if scale is not None:
             raw = raw * scale
-        drawn = draw_token(raw, rows.uniforms[state.row, state.age], temperature, filters)
+        uniform = rows.uniforms[state.row, state.age]
+        drawn = draw_token(raw, uniform, given.temperature, given.filters, axis)
+        stopped = jnp.isin(drawn.token, given.stop_ids)
         line = Log(drawn, jnp.where(state.live, state.row, -1))
         age = state.age + state.live
         return state._replace(
             step=now + 1,
             age=age,
             token=drawn.token,
-            live=state.live & ~jnp.isin(drawn.token, stop_ids) & (age < rows.limit[state.row]),
+            live=state.live & ~stopped & (age < rows.limit[state.row]),
             clean=state.clean & drawn.finite,
             caches=caches,
             log=jax.tree.map(
@@ -208,7 +327,7 @@ def sample(
         for columns in _widths(longest):
             caches = [widened(cache, columns) for cache in state.caches]
             state = jax.lax.while_loop(
-                lambda state, columns=columns: (state.step < columns) & jnp.any(state.live),
+                lambda state, columns=columns: (state.step < columns) & anyone(jnp.any(state.live)),
                 lambda state: stride(state, shared=True),
                 state._replace(caches=caches),
             )
@@ -219,26 +338,29 @@ def sample(
         state = _begin(rows, slots, steps, [room(prompt, slots, longest) for prompt in own])
         few = slots // 4
         state = jax.lax.while_loop(
-            lambda state: (state.taken < count) | (jnp.sum(state.live) > few),
+            lambda state: anyone((state.taken < count) | (jnp.sum(state.live) > few)),
             lambda state: stride(_refill(state, rows, prefilled), shared=False),
             state,
         )
         if few:
             state = jax.lax.while_loop(
-                lambda state: jnp.any(state.live),
+                lambda state: anyone(jnp.any(state.live)),
                 lambda state: stride(state, shared=False),
                 _together(state, few),
             )
-    return _collect(state, max_new_tokens, stop_ids, pad_id)
+    samples = _collect(state, max_new_tokens, given.stop_ids, pad_id)
+    if jax.sharding.get_abstract_mesh().empty:
+        return samples
+    return samples._replace(slot_steps=jax.lax.psum(samples.slot_steps, BATCH))
 
 
-def _uniforms(keys: Key[Array, " B"], width: int) -> Float[Array, "B {width}"]:
+def _uniforms(keys: Key[Array, "N G"], width: int) -> Float[Array, "N G {width}"]:
     """The number that draws each of a row's tokens, of its key and the token's place alone."""
 
     def of_row(key):
         return jax.vmap(lambda t: jax.random.uniform(jax.random.fold_in(key, t)))(jnp.arange(width))
 
-    return jax.vmap(of_row)(keys)
+    return constrain(jax.vmap(jax.vmap(of_row))(keys), "batch")
 
 
 def _widths(longest: int) -> list[int]:

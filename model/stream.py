@@ -16,10 +16,12 @@ Letters: M blocks, c columns of a block, P a prompt's tokens, B rows, T a row's 
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from model.attention import attend
+from model.sharding import apart, constrain, each_shard, split_rows, together
 
 
 class Shape(NamedTuple):
@@ -71,21 +73,36 @@ class Stream(NamedTuple):
 
 
 class StreamContext(NamedTuple):
-    prompt_blocks: Int[Array, "M n"]
-    """The blocks of each block's prompt."""
-    mask: Bool[Array, "M c p"]
+    """Of one stream, or of several side by side, none of which sees another. Letter s: streams."""
+
+    prompt_blocks: Int[Array, "s M n"]
+    """The blocks of each block's prompt, in its own stream."""
+    mask: Bool[Array, "s*M c p"]
     """Which of the prompt's columns, then of the columns within reach, a token sees."""
 
     def attend(self, query, key, value):
-        reach = self.mask.shape[2] // key.shape[1] - self.prompt_blocks.shape[1] - 1
+        streams, _, prompts = self.prompt_blocks.shape
+        reach = self.mask.shape[2] // key.shape[1] - prompts - 1
 
-        def visible(x):
+        def of_stream(x, prompt_blocks):
             padded = jnp.pad(x, ((reach, 0), (0, 0), (0, 0), (0, 0)))
             near = [padded[i : i + x.shape[0]] for i in range(reach + 1)]
-            far = [x[blocks] for blocks in self.prompt_blocks.T]
+            far = [x[blocks] for blocks in prompt_blocks.T]
             return jnp.concatenate(far + near, axis=1)
 
+        def visible(x):
+            seen = together(each_shard(of_stream, apart(x, streams), self.prompt_blocks))
+            return constrain(seen, "batch", None, "kv_heads")
+
         return attend(query, visible(key), visible(value), self.mask), None
+
+
+def side_by_side(stream: Stream) -> Stream:
+    """Streams whose arrays have an axis of their own in front, as one: that of a part of the batch
+    after the other."""
+    blocks = stream.context.prompt_blocks.squeeze(1)
+    merged = split_rows(jax.tree.map(together, stream))
+    return merged._replace(context=merged.context._replace(prompt_blocks=blocks))
 
 
 def lay_out(
@@ -139,5 +156,5 @@ def lay_out(
         by_block(targets),
         by_block(jnp.where(used, position, -1)),
         by_block(in_row),
-        StreamContext(prompt_blocks, jnp.concatenate([sees_far, sees_near], axis=2)),
+        StreamContext(prompt_blocks[None], jnp.concatenate([sees_far, sees_near], axis=2)),
     )

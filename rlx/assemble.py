@@ -18,19 +18,20 @@ from model.heads import with_value_head
 from model.kernels import fitting, obstacle, this_device
 from model.load import load_params
 from model.product import activations
-from model.qwen import Qwen, initialise
+from model.qwen import Qwen, initialise, parameter_axes
 from model.sample import Filters
 from model.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from rlx import ops
 from rlx.algorithms import TERMS
 from rlx.algorithms.record import hyper_parameters, of_scores
 from rlx.corrections import CORRECTIONS
+from rlx.mesh import Sizes, choose, placed, this_hardware
 from rlx.mixture import Mix
 from rlx.optimizer import apart, make_optimizer, schedule
 from rlx.prepare import Plan
 from rlx.replay import empty_replay
 from rlx.rollout import Prompts, Sampling, empty_rollout
-from rlx.settings import Config, offline, old_logprobs, rows, terms, updates
+from rlx.settings import Config, MeshSettings, offline, old_logprobs, rows, terms, updates
 from rlx.shaping import Shaping
 from rlx.tasks import Task
 from rlx.train import start_memory
@@ -89,7 +90,7 @@ def load_policy(config: Config, key: Key[jax.Array, ""]) -> Policy:
     if config.model.weights == "random":
         params = initialise(shape, key)
     else:
-        params = jax.tree.map(jnp.asarray, load_params(folder, shape))
+        params = placed(parameter_axes(shape), load_params(folder, shape))
     return Policy(folder, shape, tokenizer, params, jnp.dtype(config.model.dtype))
 
 
@@ -125,6 +126,22 @@ def resolve(config: Config) -> Config:
             mode = "fused" if small and jax.process_count() == 1 else "staged"
             loop = loop.model_copy(update={"mode": mode})
     return config.model_copy(update={"model": model, "rollout": rollout, "loop": loop})
+
+
+def mesh_sizes(config: Config, *, training: bool = True) -> Sizes:
+    """The mesh of a run on this machine's devices. Raises BadInput where there can be none."""
+    folders = [checkpoint_folder(config.model.path)]
+    if training and needs_critic(config) and config.critic.kind == "model" and config.critic.path:
+        folders.append(checkpoint_folder(config.critic.path, "critic.path"))
+    if config.reward.source == "model":
+        folders.append(checkpoint_folder(config.reward.model, "reward.model"))
+    shapes = list(map(read_config, folders))
+    return choose(config, shapes, parameter_count(shapes[0]), this_hardware(), training=training)
+
+
+def with_mesh(config: Config, sizes: Sizes) -> Config:
+    """The configuration with these sizes written down."""
+    return config.model_copy(update={"mesh": MeshSettings(**sizes._asdict())})
 
 
 def parameter_count(config: ModelConfig) -> int:

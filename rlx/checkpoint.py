@@ -83,11 +83,11 @@ class Checkpoints:
         self.manager.check_for_errors()
 
     def restore(self, like: TrainState, step: int | None = None) -> TrainState:
-        """The checkpoint of `step` (default: the newest), of the shapes and types of `like`, which
-        may be abstract."""
+        """The checkpoint of `step` (default: the newest), of the shapes, types and places of
+        `like`, which may be abstract; on whatever devices it was written."""
         restored = self.manager.restore(
             self.latest if step is None else step,
-            args=ocp.args.StandardRestore(jax.eval_shape(_plain, like)),
+            args=ocp.args.StandardRestore(_plain_shapes(like)),
         )
         return restored._replace(key=jax.random.wrap_key_data(restored.key))
 
@@ -101,6 +101,18 @@ class Checkpoints:
                 args=ocp.args.PyTreeRestore({"params": like}, partial_restore=True),
             )
         return restored["params"]
+
+
+def _plain_shapes(like: TrainState) -> TrainState:
+    """Those of `_plain`, each with its place where it has one."""
+    words = jax.eval_shape(_plain, like)
+    return jax.tree.map(
+        lambda to, own: jax.ShapeDtypeStruct(
+            to.shape, to.dtype, sharding=getattr(own, "sharding", None)
+        ),
+        words,
+        like,
+    )
 
 
 def _plain(state: TrainState) -> TrainState:

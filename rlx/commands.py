@@ -1,7 +1,7 @@
 """What the command line does beside training: evaluate, generate, export."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from rlx.evaluate import nest_greedy
 from rlx.files import write_atomically
 from rlx.generate import Draw, Generator
 from rlx.heldout import Heldout
+from rlx.mesh import on_mesh
 from rlx.settings import Config
 from rlx.task_loading import load_task
 from rlx.tasks.files import read_json_lines
@@ -30,6 +31,11 @@ GENERATION_ROWS = 256
 def evaluate(config: Config) -> dict[str, Any]:
     """Held-out metrics of the checkpoint that `model.path` names, sampled as `sampling` says."""
     config = assemble.resolve(config)
+    with on_mesh(assemble.mesh_sizes(config, training=False)):
+        return _evaluate(config)
+
+
+def _evaluate(config: Config) -> dict[str, Any]:
     keys = assemble.random_keys(config)
     task = load_task(config)
     policy = assemble.load_policy(config, keys.weights)
@@ -58,6 +64,18 @@ def generate(config: Config, source: Path, output: Path, count: int) -> dict[str
     limits = [own_limit(row, place, sampling.max_new_tokens) for place, row in located]
     output.parent.mkdir(parents=True, exist_ok=True)
     config = assemble.resolve(config)
+    with on_mesh(assemble.mesh_sizes(config, training=False)):
+        return _generate(config, located, limits, output, count)
+
+
+def _generate(
+    config: Config,
+    located: Sequence[tuple[str, Mapping[str, Any]]],
+    limits: Sequence[int],
+    output: Path,
+    count: int,
+) -> dict[str, Any]:
+    sampling = config.sampling
     keys = assemble.random_keys(config)
     policy = assemble.load_policy(config, keys.weights)
     tokenizer = policy.tokenizer

@@ -12,6 +12,7 @@ from jaxtyping import Key, PyTree
 
 from model.product import activations
 from model.sample import Filters, Samples, sample
+from model.sharding import batch_shards, round_up, whole
 from rlx.assemble import Policy
 from rlx.data import pad_left
 
@@ -79,7 +80,7 @@ class Generator:
                 own = jax.random.fold_in(key, place)
                 return jax.vmap(lambda g: jax.random.fold_in(own, g))(jnp.arange(group))
 
-            return sample(
+            samples = sample(
                 config,
                 params,
                 tokens,
@@ -95,6 +96,7 @@ class Generator:
                 dtype=dtype,
                 activations=activations(dtype),
             )
+            return whole(samples)
 
         self.run = generate
 
@@ -109,6 +111,8 @@ class Generator:
         """`draw.samples` of each prompt, in order. A prompt may have a limit of its own, of new
         tokens, at most `max_new_tokens`."""
         size = max(1, min(AHEAD * self.rows // draw.samples, self.prompts))
+        # Of which every part of a mesh takes as many.
+        size = round_up(size, batch_shards())
         limits = np.full(len(prompts), self.limit) if limits is None else np.asarray(limits)
         taken, pieces = [], []
         for width, places in batches(list(map(len, prompts)), size):

@@ -9,6 +9,7 @@ from jaxtyping import Int, Key, PyTree
 from model.errors import BadInput
 from model.heads import last_scores
 from model.sample import Samples
+from model.sharding import batch_shards, round_up, whole
 from rlx import assemble
 from rlx.data import encode_prompts, prompt_pool
 from rlx.evaluate import HEADLINES, Completion, summarise, summarise_rewards
@@ -145,12 +146,13 @@ class Scorer:
     """A reward model's scores of sampled text, in batches of `rows`: one shape, one program."""
 
     def __init__(self, reward_model: RewardModel, pool: Prompts, rows: int):
-        self.params, self.pool, self.rows = reward_model.params, pool, rows
+        self.params, self.pool = reward_model.params, pool
+        self.rows = round_up(rows, batch_shards())
         # The program holds on to what it closes over, and must not to the parameters.
         model = reward_model.model
         self.run = jax.jit(
-            lambda params, pool, problems, samples: last_scores(
-                model, params, *whole_rows(pool, problems, samples)
+            lambda params, pool, problems, samples: whole(
+                last_scores(model, params, *whole_rows(pool, problems, samples))
             )
         )
 

@@ -26,6 +26,7 @@ from rlx.compilation import Compilation
 from rlx.config import ConfigError, load, resolved_yaml
 from rlx.evaluate import change_told, nest_greedy
 from rlx.measure import make_evaluation
+from rlx.mesh import abstract, on_mesh
 from rlx.record import Record
 from rlx.report.html import write_report
 from rlx.report.metrics import RESERVED, MetricsWriter, read_lines
@@ -49,6 +50,10 @@ MAY_CHANGE = {
     "checkpoint.keep_best",
     "log.samples",
     "log.tensorboard",
+    # Another mesh rounds otherwise, and computes the same.
+    "mesh.data",
+    "mesh.fsdp",
+    "mesh.tensor",
 }
 """Settings that a resumed run may have anew. The others decide what is computed or compared."""
 
@@ -112,13 +117,14 @@ def check_resume(config: Config, folder: Path) -> None:
 
 def train(config: Config, stream: TextIOBase) -> dict[str, Any]:
     """A whole run; returns what summary.json holds. Progress goes to `stream`."""
-    with Compilation() as compilation:
-        return _train(config, stream, compilation)
+    config = assemble.resolve(config)
+    sizes = assemble.mesh_sizes(config)
+    with on_mesh(sizes), Compilation() as compilation:
+        return _train(assemble.with_mesh(config, sizes), stream, compilation)
 
 
 def _train(config: Config, stream: TextIOBase, compilation: Compilation) -> dict[str, Any]:
     begun = time.monotonic()
-    config = assemble.resolve(config)
     folder = run_folder(config)
 
     # ---- the parts -------------------------------------------------------------------------
@@ -158,7 +164,7 @@ def _train(config: Config, stream: TextIOBase, compilation: Compilation) -> dict
         step = 0
         if config.run.resume and checkpoints.latest is not None:
             # Only its shapes are kept, so that two states are never in memory at once.
-            shapes = jax.eval_shape(lambda fresh: fresh, state)
+            shapes = abstract(state)
             del state
             state = checkpoints.restore(shapes)
             step = int(state.step)

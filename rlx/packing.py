@@ -4,6 +4,7 @@ Rows keep their order. A stream takes rows as long as their tokens, and their pr
 in. A row without a token takes no place.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
-from model.stream import Places, Shape, lay_out
+from model.sharding import apart, constrain, each_shard, split_rows, together
+from model.stream import Places, Shape, lay_out, side_by_side
 
 FULLER = 8
 """A stream holds at most so many times the rows that fill it at full length."""
@@ -110,34 +112,45 @@ def for_each_stream(
     """`add(total, of_stream(stream, places, rows, inside), first, inside)` from `start` on, over
     the streams that hold a token; a single stream's result as it is.
 
-    `rows` are those that belong to the stream, cut along: `layout.rows` of them from the row
-    `first`, of which `inside` is false on those of other streams.
+    `packed` has the parts of the batch as its first axis, each of which lies in streams of its own.
+    One stream of each part goes through the model at a time, side by side. `rows` are those that
+    belong to the streams, cut along: of each part `layout.rows` of them from its row `first`, of
+    which `inside` is false on those of other streams.
     """
     cap = layout.rows
+    shards = packed.count.shape[0]
+
+    def lay_out_all(places, tokens):
+        stream = each_shard(functools.partial(lay_out, layout.shape), places, tokens)
+        return side_by_side(stream), split_rows(jax.tree.map(together, places))
+
     if layout.single:
-        stream = lay_out(layout.shape, packed.places, packed.tokens)
-        return of_stream(stream, packed.places, rows, jnp.ones(cap, bool))
+        inside = jnp.ones(shards * cap, bool)
+        return of_stream(*lay_out_all(packed.places, packed.tokens), rows, inside)
 
     def padded(x):
-        return jnp.pad(x, ((0, cap), *[(0, 0)] * (x.ndim - 1)))
+        return jnp.pad(x, ((0, 0), (0, cap), *[(0, 0)] * (x.ndim - 2)))
 
-    everything = jax.tree.map(padded, (packed.tokens, packed.places, rows))
-    numbers = jnp.pad(packed.streams, (0, cap), constant_values=-1)
+    by_part = jax.tree.map(lambda x: apart(x, shards), rows)
+    everything = jax.tree.map(padded, (packed.tokens, packed.places, by_part))
+    numbers = jnp.pad(packed.streams, ((0, 0), (0, cap)), constant_values=-1)
 
     def one(number, total):
-        first = jnp.searchsorted(packed.streams, number)
+        first = each_shard(lambda streams: jnp.searchsorted(streams, number), packed.streams)
 
         def cut(x):
-            return jax.lax.dynamic_slice_in_dim(x, first, cap)
+            piece = each_shard(lambda x, at: jax.lax.dynamic_slice_in_dim(x, at, cap), x, first)
+            return constrain(piece, "batch")
 
         tokens, places, piece = jax.tree.map(cut, everything)
         inside = cut(numbers) == number
         places = places._replace(lengths=jnp.where(inside, places.lengths, 0))
 
         def use():
-            stream = lay_out(layout.shape, places, tokens)
-            return add(total, of_stream(stream, places, piece, inside), first, inside)
+            flat = split_rows(jax.tree.map(together, (piece, inside)))
+            result = of_stream(*lay_out_all(places, tokens), *flat)
+            return add(total, result, first, flat[1])
 
         return jax.lax.cond(jnp.any(places.lengths > 0), use, lambda: total)
 
-    return jax.lax.fori_loop(0, packed.count, one, start)
+    return jax.lax.fori_loop(0, jnp.max(packed.count), one, start)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from model.sample import Samples
+from model.sharding import split_rows, whole
 from rlx import ops
 from rlx.advantages import mixed, pair_order, reorder
 from rlx.algorithms import Algorithm
@@ -167,7 +168,7 @@ def make_batch(
         margins=jnp.zeros((mask.shape[0], 1), jnp.float32),
         signals=signals,
     )
-    return batch, Preview(text, advantages), memory, metrics
+    return split_rows(batch), *whole((Preview(text, advantages), memory, metrics))
 
 
 def learn_from(algorithm: Algorithm, rollout: Rollout, mask: Bool[Array, "B T"]) -> Signal:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 from model.config import ModelConfig
 from model.quantize import Stored
 from model.sample import Samples, sample
+from model.sharding import constrain
 from rlx import mixture, ops
 from rlx.advantages import mixed
 from rlx.algorithms.dapo import informative, overlong_penalty
@@ -234,10 +235,11 @@ def whole_rows(
 ) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
     """Tokens and positions of each prompt with each of its completions."""
     group = samples.mask.shape[0] // rows.shape[0]
-    prompt_positions = jnp.repeat(pool.positions[rows], group, axis=0)
+    prompt_positions = constrain(jnp.repeat(pool.positions[rows], group, axis=0), "batch")
     columns = jnp.arange(samples.mask.shape[1]) + 1
     positions = jnp.where(samples.mask, prompt_positions[:, -1:] + columns, -1)
-    tokens = [jnp.repeat(pool.tokens[rows], group, axis=0), samples.tokens]
+    prompt_tokens = constrain(jnp.repeat(pool.tokens[rows], group, axis=0), "batch")
+    tokens = [prompt_tokens, samples.tokens]
     return jnp.concatenate(tokens, axis=1), jnp.concatenate([prompt_positions, positions], axis=1)
 
 

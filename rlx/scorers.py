@@ -4,18 +4,17 @@ import dataclasses
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from model.config import ModelConfig, read_config
 from model.errors import BadInput
 from model.heads import with_value_head
 from model.load import load_params
-from model.qwen import Qwen, cast
+from model.qwen import Qwen, cast, parameter_axes
 from model.score_head import is_scorer, load_scorer
 from model.tokenizer import load_tokenizer
 from rlx import assemble
+from rlx.mesh import placed
 from rlx.settings import Config
 
 
@@ -55,7 +54,7 @@ def load_critic(config: Config, policy: assemble.Policy) -> Critic | None:
     else:
         params = with_value_head(shape, load_params(folder, shape))
         params.pop("lm_head", None)
-    return Critic(folder, shape, jax.tree.map(jnp.asarray, params))
+    return Critic(folder, shape, placed(parameter_axes(shape), params))
 
 
 def load_reward_model(config: Config, policy: assemble.Policy) -> RewardModel | None:
@@ -65,7 +64,7 @@ def load_reward_model(config: Config, policy: assemble.Policy) -> RewardModel | 
     folder = assemble.checkpoint_folder(config.reward.model, "reward.model")
     check_same_tokens("reward.model", folder, policy)
     shape = read_config(folder)
-    params = jax.tree.map(jnp.asarray, load_scorer(folder, shape))
+    params = placed(parameter_axes(shape), load_scorer(folder, shape))
     return RewardModel(assemble.network(config, shape, policy.dtype), cast(params, policy.dtype))
 
 

@@ -256,6 +256,24 @@ class LoopSettings(Section):
     )
 
 
+class MeshSettings(Section):
+    """`mesh: auto` in a recipe is all three at 0."""
+
+    data: int = Field(0, ge=0, description="devices that each compute rows of their own; 0: chosen")
+    fsdp: int = Field(
+        0,
+        ge=0,
+        description="devices that compute rows of their own and share the parameters among them; "
+        "0: chosen",
+    )
+    tensor: int = Field(
+        0,
+        ge=0,
+        description="devices that compute the same rows, each a part of the heads, the "
+        "feed-forward width and the vocabulary; 0: chosen",
+    )
+
+
 class EvalSettings(Section):
     every: int = Field(10, ge=0, description="steps between evaluations; 0: before and after only")
     problems: int = Field(128, ge=1, description="held-out problems while training")
@@ -294,6 +312,7 @@ class Config(Section):
     optimizer: OptimizerSettings = OptimizerSettings()
     critic: CriticSettings = CriticSettings()
     loop: LoopSettings = LoopSettings()
+    mesh: MeshSettings = MeshSettings()
     eval: EvalSettings = EvalSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     log: LogSettings = LogSettings()

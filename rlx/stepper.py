@@ -13,6 +13,7 @@ from model.errors import BadInput
 from model.tokenizer import Tokenizer
 from rlx import assemble
 from rlx.data import chat_rows, encode_prompts, preference_pairs, prompt_pool, worked_examples
+from rlx.mesh import everywhere
 from rlx.mixture import begin
 from rlx.prepare import Frozen
 from rlx.rewards.host import HostVerifier
@@ -83,7 +84,7 @@ def online_stepper(
                 f"{drawn} prompts, each at most once; the task has {len(encoded)}."
             )
     assemble.check_length(policy.config, encoded, config.sampling.max_new_tokens)
-    pool = prompt_pool(encoded, tokenizer.pad_id, keys.order)
+    pool = everywhere(prompt_pool(encoded, tokenizer.pad_id, keys.order))
     # The reference is the policy where it began; it is kept only where something reads it.
     reference = policy.params if assemble.uses_reference(config) else None
     critic = load_critic(config, policy)
@@ -156,7 +157,8 @@ def offline_stepper(
     count = len(data.mask) // unit
     _check_count(config, count, "preference pairs" if unit == 2 else "texts")
     step = offline_run(learner, config.batch.prompts)
-    pool = Prompts(data.tokens[::unit], data.positions[::unit], keys.order)
+    data, order = everywhere((data, keys.order))
+    pool = Prompts(data.tokens[::unit], data.positions[::unit], order)
     reference = policy.params if assemble.uses_reference(config) else None
 
     def run(state, length):

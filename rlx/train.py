@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
+from model.sharding import mesh_sizes, split_parameters
 from rlx import ops
+from rlx.mesh import everywhere
 from rlx.prepare import Frozen, Plan, Preview, Scored, make_batch, prepare, score_samples
 from rlx.probe import choose_probed, complete_probed, rest, wide
 from rlx.rollout import (
@@ -315,6 +317,12 @@ def initial_state(
         cursor = jax.tree.map(jnp.copy, cursor)
     else:
         cursor = jnp.array(cursor, jnp.int32)
-    opt_state = learner.optimizer.init((params, critic))
     memory = jax.tree.map(jnp.copy, memory or start_memory())
-    return TrainState(params, critic, opt_state, memory, jnp.copy(key), step, cursor, updates)
+    rest = everywhere((memory, jnp.copy(key), step, cursor, updates))
+
+    def begin(trained):
+        return split_parameters(learner.axes, learner.optimizer.init(trained))
+
+    # What is not there yet needs no more than its place on each device.
+    opt_state = jax.jit(begin)((params, critic)) if mesh_sizes() else begin((params, critic))
+    return TrainState(params, critic, opt_state, *rest)

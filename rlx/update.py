@@ -7,6 +7,7 @@ Rows of samples are packed: a micro-batch is a stream that holds each prompt onc
 (model/stream.py). Given text keeps its rows as they are.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,7 +17,20 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from model.heads import Outputs, completion_outputs, state_values, stream_outputs
-from model.qwen import Qwen
+from model.qwen import Qwen, parameter_axes
+from model.sharding import (
+    ParameterAxes,
+    apart,
+    batch_shards,
+    constrain,
+    each_shard,
+    in_row_order,
+    micro_batches,
+    split_parameters,
+    split_rows,
+    together,
+    whole,
+)
 from model.stream import Places, Stream
 from rlx import ops
 from rlx.algorithms.record import Algorithm, clean, of_scores
@@ -56,6 +70,12 @@ class Learner(NamedTuple):
     """Successive rows that share their prompt."""
     packing: bool = False
     """Pack rows into streams, each prompt once; `micro` rows of full length fill one."""
+
+    @property
+    def axes(self) -> ParameterAxes:
+        """Of all that is trained."""
+        of_critic = parameter_axes(self.critic.config) if self.critic else {}
+        return of_critic | parameter_axes(self.model.config)
 
     @property
     def unit(self) -> int:
@@ -179,6 +199,7 @@ def gradients(
     value_and_grad = jax.value_and_grad(loss, argnums=1, has_aux=True)
     # Without a sum that one micro-batch does not need there is one set of gradients in memory.
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
+    zeros = split_parameters(learner.axes, zeros)
     nothing = (zeros, jnp.float32(0))
 
     def of_rows(batch, weights, placed=None):
@@ -204,7 +225,8 @@ def gradients(
 
     if learner.packing:
         batch, weights, packed, how = pack_rows(learner, batch, weights, prompts)
-        rows = jax.tree.map(lambda x: x[: how.rows], (batch, weights))
+        held = batch_shards() * how.rows
+        rows = jax.tree.map(lambda x: x[:held], (batch, weights))
         shapes = jax.eval_shape(lambda trained: loss(learner, trained, *rows)[1], trained)
         start = (nothing, ops.nothing_measured(shapes))
         (grads, value), metrics = for_each_stream(
@@ -213,9 +235,7 @@ def gradients(
     elif len(batch.mask) == learner.micro:
         (grads, value), metrics = of_rows(batch, weights)
     else:
-        pieces = jax.tree.map(
-            lambda x: x.reshape(-1, learner.micro, *x.shape[1:]), (batch, weights)
-        )
+        pieces = jax.tree.map(lambda x: micro_batches(x, learner.micro), (batch, weights))
         (grads, value), metrics = jax.lax.scan(micro, nothing, pieces)
         metrics = ops.pool(metrics)
     names = {f"loss/{term.name}" for term in learner.terms}
@@ -237,7 +257,8 @@ def pack_rows(
     unit = learner.unit
     order = jnp.argsort(prompts[::unit], stable=True)
     order = (order[:, None] * unit + jnp.arange(unit)).reshape(-1)
-    batch, weights, prompts = jax.tree.map(lambda x: x[order], (batch, weights, prompts))
+    ordered = jax.tree.map(lambda x: x[order], (batch, weights, prompts))
+    batch, weights, prompts = split_rows(ordered)
     packed, how = pack_text(learner, batch.tokens, batch.positions, batch.mask, prompts, width)
     return batch, weights, packed, how
 
@@ -250,18 +271,23 @@ def pack_text(
     prompts: Int[Array, " B"],
     columns: int,
 ) -> tuple[Packed, Layout]:
-    """`columns`: T, or T + 1 where the state after the last token is asked for too."""
-    rows, width = mask.shape
+    """Each part of the batch in streams of its own. `columns`: T, or T + 1 where the state after
+    the last token is asked for too."""
+    shards = batch_shards()
+    rows, micro, width = mask.shape[0] // shards, learner.micro // shards, mask.shape[1]
     prompt = tokens.shape[1] - width
     # Rows of one prompt are one group, or, after a shuffle, as many as came into this mini-batch.
-    groups = min(rows, -(-learner.minibatches * rows // learner.samples))
-    if learner.micro < rows:
-        groups = -(-learner.micro // learner.samples)
-    how = layout(rows, learner.micro, groups, learner.unit, prompt, columns)
+    groups = min(rows, -(-learner.minibatches * mask.shape[0] // learner.samples))
+    if learner.minibatches == 1:
+        groups = min(rows, -(-rows // learner.samples) + (rows % learner.samples > 0))
+    if micro < rows:
+        groups = -(-micro // learner.samples)
+    how = layout(rows, micro, groups, learner.unit, prompt, columns)
     lengths = jnp.max(jnp.where(mask, jnp.arange(1, width + 1), 0), axis=1)
     lengths = jnp.where(lengths > 0, lengths + columns - width, 0)
     prompt_lengths = jnp.sum(positions[:, :prompt] >= 0, axis=1)
-    return pack(how, tokens, lengths, prompt_lengths, prompts), how
+    parts = (apart(x, shards) for x in (tokens, lengths, prompt_lengths, prompts))
+    return each_shard(functools.partial(pack, how), *parts), how
 
 
 def optimise(
@@ -274,6 +300,7 @@ def optimise(
     """
     trained = (state.params, state.critic)
     grads, value, metrics = gradients(learner, trained, batch, prompts)
+    grads = split_parameters(learner.axes, grads)
     norm = optax.global_norm(grads)
     taught = jnp.stack([jnp.any(signal.mask & batch.mask) for signal in batch.signals])
     live = jnp.any(taught) & jnp.isfinite(norm)
@@ -285,7 +312,8 @@ def optimise(
     def skip():
         return *trained, state.opt_state, jnp.float32(0)
 
-    params, critic, opt_state, update_norm = jax.lax.cond(live, apply, skip)
+    *new, update_norm = jax.lax.cond(live, apply, skip)
+    params, critic, opt_state = split_parameters(learner.axes, tuple(new))
     metrics = ops.close(metrics) | {
         "loss": ops.scalar_metric(value),
         "gradient_norm": ops.scalar_metric(norm),
@@ -307,12 +335,15 @@ def update(
     """All updates of one batch: every epoch shuffles the units and cuts them anew."""
     rows, unit = batch.mask.shape[0], learner.unit
 
+    batch = split_rows(batch)
+
     def shuffle(x, order):
         return x.reshape(rows // unit, unit, *x.shape[1:])[order].reshape(x.shape)
 
     def epoch(state, key):
         def cut(x):
-            return x.reshape(learner.minibatches, rows // learner.minibatches, *x.shape[1:])
+            cut = x.reshape(learner.minibatches, rows // learner.minibatches, *x.shape[1:])
+            return constrain(cut, None, "batch")
 
         rows_now = (batch, jnp.arange(rows) // learner.samples)
         if learner.minibatches > 1:
@@ -332,7 +363,7 @@ def update(
         first, second = metrics.pop("importance/mean"), metrics.pop("importance/square")
         share = first.total**2 / jnp.maximum(first.count * second.total, 1e-30)
         metrics["effective_sample_size"] = ops.scalar_metric(share)
-    return state, metrics
+    return state, whole(metrics)
 
 
 def make_signal(
@@ -356,9 +387,9 @@ def score_rows(
     width: int,
 ) -> Outputs:
     """`forward` on any number of rows, by micro-batches. What is not read costs nothing in jit."""
-    pieces = jax.tree.map(lambda x: x.reshape(-1, learner.micro, x.shape[1]), (tokens, positions))
+    pieces = jax.tree.map(lambda x: micro_batches(x, learner.micro), (tokens, positions))
     outputs = jax.lax.map(lambda piece: forward(learner, params, critic, *piece, width), pieces)
-    return jax.tree.map(lambda x: x.reshape(tokens.shape[0], *x.shape[2:]), outputs)
+    return jax.tree.map(in_row_order, outputs)
 
 
 def score_completions(
@@ -381,16 +412,26 @@ def score_completions(
     def of_stream(stream, places, piece, inside):
         return forward_stream(learner, params, critic, stream, places, width)
 
+    shards = batch_shards()
+    each = rows // shards
+
+    def put(total, new, first, inside):
+        old = jax.lax.dynamic_slice_in_dim(total, first, how.rows)
+        new = jnp.where(inside[:, None], new, old)
+        return jax.lax.dynamic_update_slice_in_dim(total, new, first, 0)
+
     def add(total, outputs, first, inside):
-        old = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, how.rows), total)
-        new = jax.tree.map(lambda x, y: jnp.where(inside[:, None], x, y), outputs, old)
+        inside = apart(inside, shards)
         return jax.tree.map(
-            lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, first, 0), total, new
+            lambda x, y: each_shard(put, x, apart(y, shards), first, inside), total, outputs
         )
 
     def zeros(columns):
-        return jnp.zeros((rows + how.rows, columns), jnp.float32)
+        empty = jnp.zeros((shards, each + how.rows, columns), jnp.float32)
+        return constrain(empty, "batch")
 
     start = Outputs(zeros(width), zeros(width), zeros(width + 1))
     outputs = for_each_stream(how, packed, (), of_stream, start, add)
-    return jax.tree.map(lambda x: x[:rows], outputs)
+    if how.single:
+        return outputs
+    return jax.tree.map(lambda x: together(x[:, :each]), outputs)

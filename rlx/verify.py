@@ -13,6 +13,7 @@ import numpy as np
 
 from model.heads import last_scores
 from model.qwen import Qwen
+from model.sharding import in_row_order, micro_batches, whole
 from rlx.rollout import Sampling, Scores, whole_rows
 
 
@@ -27,8 +28,9 @@ def callback_verifier(sampling: Sampling, verifier: Callable) -> Callable:
     def verify(frozen, pool, rows, samples):
         n, group = rows.shape[0], samples.mask.shape[0] // rows.shape[0]
         shapes = Scores(*(jax.ShapeDtypeStruct((n, group, *w), np.float32) for w in widths))
-        lengths = jnp.sum(samples.mask, axis=1)
-        return jax.pure_callback(on_host, shapes, rows, samples.tokens, lengths)
+        # One device calls the host, once: it has to hold all rows.
+        tokens, lengths = whole((samples.tokens, jnp.sum(samples.mask, axis=1)))
+        return jax.pure_callback(on_host, shapes, rows, tokens, lengths)
 
     return verify
 
@@ -49,11 +51,11 @@ def model_verifier(model: Qwen, micro: int) -> Callable:
     nothing is right or wrong. At most `micro` rows are scored at a time."""
 
     def verify(frozen, pool, rows, samples):
-        tokens, positions = whole_rows(pool, rows, samples)
-        piece = math.gcd(micro, len(tokens))
-        pieces = jax.tree.map(lambda x: x.reshape(-1, piece, x.shape[1]), (tokens, positions))
+        text = whole_rows(pool, rows, samples)
+        piece = math.gcd(micro, len(text[0]))
+        pieces = jax.tree.map(lambda x: micro_batches(x, piece), text)
         scores = jax.lax.map(lambda p: last_scores(model, frozen.reward_model, *p), pieces)
-        scores = scores.reshape(rows.shape[0], -1)
+        scores = in_row_order(scores).reshape(rows.shape[0], -1)
         return Scores(
             scores,
             jnp.full_like(scores, jnp.nan),
