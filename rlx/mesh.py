@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from model.config import ModelConfig
 from model.errors import BadInput
-from model.sharding import AXES, ParameterAxes, shardings
+from model.sharding import AXES, ParameterAxes, mesh_sizes, shardings
 from rlx.settings import Config, MeshSettings, offline, rows, unit
 
 TRAINED_BYTES = 16
@@ -177,8 +177,7 @@ def on_mesh(sizes: Sizes, devices: Sequence[jax.Device] | None = None) -> Iterat
 
 
 def current() -> Mesh | None:
-    mesh = jax.sharding.get_mesh()
-    return None if mesh.empty else mesh
+    return jax.sharding.get_mesh() if mesh_sizes() else None
 
 
 def placed(axes: ParameterAxes, tree: PyTree) -> PyTree:
