@@ -15,7 +15,7 @@ import json
 import time
 from typing import NamedTuple
 
-from shapes import SHAPES, qwen_config
+from shapes import SHAPES
 from workload import versions
 
 PARTS = ("decode", "update", "step", "transformers")
@@ -59,7 +59,7 @@ def main() -> None:
     from model.qwen import initialise
 
     limits = ceilings(load.matmul, load.copied, reps=5)
-    config = qwen_config(chosen.shape)
+    config = SHAPES[chosen.shape]
     params = initialise(config, jax.random.key(0))
     for name, part in (("decode", decode), ("update", update_rate), ("step", countdown_step)):
         if name in chosen.only:
@@ -237,7 +237,7 @@ def decode_by_transformers(shape: str, load: Load) -> dict:
 
     from model.config import to_hugging_face
 
-    described = to_hugging_face(qwen_config(shape), dtype="bfloat16")
+    described = to_hugging_face(SHAPES[shape], dtype="bfloat16")
     config = transformers.Qwen2Config.from_dict(described)
     with torch.device("cuda"):
         network = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()

@@ -10,7 +10,7 @@ import argparse
 import json
 
 from learner import make_learner
-from shapes import SHAPES, qwen_config
+from shapes import SHAPES
 from workload import versions
 
 
@@ -70,7 +70,7 @@ def temporary(options: argparse.Namespace) -> int:
     from rlx.cost import temporary_bytes
     from rlx.update import update
 
-    learner = make_learner(options, qwen_config(options.shape), on_policy=True, unrolled=False)
+    learner = make_learner(options, SHAPES[options.shape], on_policy=True, unrolled=False)
     state, batch = jax.eval_shape(lambda: operands(learner, options))
     step = jax.jit(lambda state, batch, key: update(learner, state, batch, key), donate_argnums=0)
     return temporary_bytes(step.lower(state, batch, jax.random.key(0)).compile())
