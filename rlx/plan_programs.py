@@ -21,11 +21,10 @@ from model.heads import with_value_head
 from model.qwen import cast, initialise, parameter_axes
 from model.sample import STRIDE, _widths
 from model.shapes import names, published
-from model.sharding import BATCH, shardings
+from model.sharding import BATCH, shardings, without_mesh
 from model.tokenizer import load_tokenizer
 from rlx import assemble
 from rlx.data import round_up
-from rlx.mesh import Sizes
 from rlx.prepare import Frozen, score_samples
 from rlx.rollout import Prompts, begin, sample_round
 from rlx.settings import Config, offline, rows, unit
@@ -50,15 +49,18 @@ class Planned(NamedTuple):
     """A program, ready to be lowered and compiled."""
 
     name: str
-    function: Callable
-    """Jitted."""
+    lower: Callable
+    """(*operands) -> what `compile` is called of."""
     operands: tuple[Any, ...]
     parts: tuple[Part, ...]
     """Each takes what it has beyond the one before."""
     held: int
     """Bytes of a device that the run keeps there meanwhile, the program's own arguments too."""
-    runs: float = 1
+    runs: float = 1.0
     """A step."""
+
+    def lowered(self) -> Any:
+        return self.lower(*self.operands)
 
 
 class Tokens(NamedTuple):
@@ -93,7 +95,8 @@ def abstract_policy(config: Config) -> assemble.Policy:
     elif folder is not None:
         ended = read_json(folder / "config.json").get("eos_token_id")
         tokens = Tokens(tuple(ended) if isinstance(ended, list) else (ended or 0,), 0)
-    params = jax.eval_shape(lambda: initialise(shape, jax.random.key(0)))
+    with without_mesh():
+        params = jax.eval_shape(lambda: initialise(shape, jax.random.key(0)))
     dtype = jnp.dtype(config.model.dtype)
     return assemble.Policy(folder, shape, tokens, params, dtype)
 
@@ -105,7 +108,8 @@ def scorer_params(shape: ModelConfig) -> PyTree:
         params = initialise(shape, jax.random.key(0))
         return with_value_head(shape, {k: x for k, x in params.items() if k != "lm_head"})
 
-    return jax.eval_shape(made)
+    with without_mesh():
+        return jax.eval_shape(made)
 
 
 class Places:
@@ -207,7 +211,9 @@ def _online(
     made = []
 
     def add(name, operands, parts, extra=0, runs=1.0):
-        made.append(Planned(name, PROGRAMS[name].jitted(), operands, parts, resident + extra, runs))
+        made.append(
+            Planned(name, PROGRAMS[name].jitted().lower, operands, parts, resident + extra, runs)
+        )
 
     drawn = 1.0
     loops = _decode_trips(config, count, sampling.slots)
@@ -221,7 +227,7 @@ def _online(
         verify = jax.jit(model_verifier(scorer, learner.micro))
         operands = (frozen, pool, draw.rows, samples)
         parts = (Part("verify", {}),)
-        made.append(Planned("verify", verify, operands, parts, resident + sampled, drawn))
+        made.append(Planned("verify", verify.lower, operands, parts, resident + sampled, drawn))
     scores = _scores(plan, count)
     pending = jax.eval_shape(
         lambda cursor, solved: begin(plan.sampling, width, cursor, solved), zero, solved
@@ -317,7 +323,3 @@ def _pool(config: Config, width: int) -> Prompts:
 
 def _shapes(function: Callable, static: Any, *operands: PyTree) -> PyTree:
     return jax.eval_shape(lambda *given: function(static, *given), *operands)
-
-
-def sizes_of(config: Config) -> Sizes:
-    return Sizes(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
