@@ -140,7 +140,8 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     from rlx.topology import parse, set_environment
 
     topology = parse(options.topology)
-    set_environment(topology)  # before JAX starts
+    # Before JAX starts.
+    set_environment(topology.devices if topology.chip.platform == "cpu" else 0)
     from rlx.config import load_training
     from rlx.plan_report import plan as run
     from rlx.plan_report import table

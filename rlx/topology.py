@@ -14,6 +14,7 @@ EXTRAS = {"tpu": ("libtpu", "rlx[tpu]"), "cuda": ("the CUDA plugin", "rlx[cuda-p
 SMALL_SLICES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
 """Of a three-dimensional torus; the larger ones are built of cubes of 4x4x4."""
 FLAT_SLICES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+VIRTUAL_DEVICES = "--xla_force_host_platform_device_count"
 MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
@@ -43,7 +44,8 @@ def parse(name: str) -> Topology:
     """Raises BadInput that names the nearest topology that exists."""
     kind, _, size = name.strip().lower().partition(":")
     if kind not in CHIPS:
-        close = difflib.get_close_matches(kind, CHIPS, 1, cutoff=0.4)
+        close = [x for x in CHIPS if kind and x.startswith(kind)]
+        close = close or difflib.get_close_matches(kind, CHIPS, 1, cutoff=0.4)
         nearest = f" The nearest is {close[0]}:{size or _example(close[0])}." if close else ""
         raise BadInput(
             f"--topology: expected a device and its number, like v5e:4x4 or h100:8, of "
@@ -113,19 +115,21 @@ def _no_slice(kind: str, size: str, existing: list[str]) -> str:
     )
 
 
-def set_environment(topology: Topology) -> None:
-    """What must be set before JAX starts: it computes on the CPU, and looks for no TPU."""
+def set_environment(virtual: int = 0) -> None:
+    """What must be set before JAX starts: it computes on the CPU, of which it sees `virtual`
+    devices (0: as the environment says), and looks for no other device."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     # Without it libtpu asks a metadata server that is only there on Google's machines.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    # No chip is taken, so several processes can compile at a time.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
     # Plugins tell that they found no driver, which is why they are here.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    if topology.chip.platform == "cpu":
-        flags = os.environ.get("XLA_FLAGS", "")
-        if "xla_force_host_platform_device_count" not in flags:
-            count = f"--xla_force_host_platform_device_count={topology.devices}"
-            os.environ["XLA_FLAGS"] = f"{flags} {count}".strip()
+    if virtual:
+        flags = os.environ.get("XLA_FLAGS", "").split()
+        flags = [x for x in flags if not x.startswith(VIRTUAL_DEVICES)]
+        os.environ["XLA_FLAGS"] = " ".join([*flags, f"{VIRTUAL_DEVICES}={virtual}"])
 
 
 def abstract_devices(topology: Topology) -> list[Any]:
@@ -144,7 +148,7 @@ def abstract_devices(topology: Topology) -> list[Any]:
             raise BadInput(
                 f"--topology: this process has {len(devices)} CPU devices, fewer than "
                 f"{topology.name} asks for; expected XLA_FLAGS="
-                f"--xla_force_host_platform_device_count={topology.devices}."
+                f"{VIRTUAL_DEVICES}={topology.devices}."
             )
         return devices[: topology.devices]
     if chip.platform == "tpu":
