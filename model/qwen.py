@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from model.attention import Context, Phases, rotary_phases, rotate
 from model.config import ModelConfig
 from model.kernels import first_columns, roll_left, whole_rows
+from model.lora import low_rank
 from model.product import product
 
 INITIAL_SCALE = 0.02
@@ -66,6 +67,9 @@ class Projection(nn.Module):
         y = product(x.reshape(-1, width), kernel, self.dtype)
         if in_int8:
             y = y * self.get_variable("params", "kernel_scale").reshape(-1)
+        if self.has_variable("params", "lora_a"):
+            leaves = (self.get_variable("params", f"lora_{name}") for name in ("a", "b", "scale"))
+            y = y + low_rank(x.reshape(-1, width), *leaves, self.dtype)
         y = y.astype(x.dtype).reshape(*batch, *out)
         if self.bias:
             axes = self.axes[self.inputs :]
