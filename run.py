@@ -52,6 +52,9 @@ def parser(command: str) -> Parser:
         p.add_argument("--step", type=int, help="checkpoint (default: the newest)")
         p.add_argument("--output", type=Path, required=True, help="folder to write")
         p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+        p.add_argument(
+            "--adapter", action="store_true", help="the run's adapters alone, in PEFT's format"
+        )
     return p
 
 
@@ -60,6 +63,9 @@ VERIFYING = tuple(
     for key in ("source", "model", "verifiers", "combine", "workers", "row_seconds", "worker_mib")
 )
 """Settings of what scores a completion."""
+
+ADAPTER = ("lora.adapter", "lora.base_dtype")
+"""Settings of adapters that a checkpoint is read with."""
 
 # Each command imports what it needs: `score` and `--help` start without JAX.
 
@@ -86,7 +92,8 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     from rlx.commands import evaluate as run
     from rlx.config import load
 
-    settings = given(options, "run", "model", "task", "sampling", *VERIFYING, "eval")
+    known = ("run", "model", *ADAPTER, "task", "sampling", *VERIFYING, "eval")
+    settings = given(options, *known)
     result = run(load(options.config or DEFAULT_CONFIG, settings))
     if not options.json:
         for name, value in result.items():
@@ -99,7 +106,8 @@ def generate(options: argparse.Namespace) -> dict[str, Any]:
     from rlx.config import load
 
     unread = ("sampling.long_prompts",)  # a prompt that is too long is always refused
-    config = load(options.config, given(options, "run", "model", "sampling", unread=unread))
+    known = ("run", "model", *ADAPTER, "sampling")
+    config = load(options.config, given(options, *known, unread=unread))
     return told(options, run(config, options.input, options.output, options.n))
 
 
@@ -112,7 +120,8 @@ def score(options: argparse.Namespace) -> dict[str, Any]:
 def export(options: argparse.Namespace) -> dict[str, Any]:
     from rlx.commands import export as run
 
-    return told(options, run(options.run, options.step, options.output, options.dtype))
+    wanted = (options.step, options.output, options.dtype, options.adapter)
+    return told(options, run(options.run, *wanted))
 
 
 def data(options: argparse.Namespace) -> dict[str, Any]:

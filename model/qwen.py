@@ -18,6 +18,8 @@ from jaxtyping import Array, Float, Int, PyTree
 from model.attention import Context, Phases, rotary_phases, rotate
 from model.config import ModelConfig
 from model.kernels import first_columns, roll_left, whole_rows
+from model.lora import axes as adapter_axes
+from model.lora import low_rank
 from model.product import product
 from model.sharding import (
     Embedding,
@@ -76,6 +78,9 @@ class Projection(nn.Module):
         y = product(x.reshape(-1, width), kernel, self.dtype)
         if in_int8:
             y = y * self.get_variable("params", "kernel_scale").reshape(-1)
+        if self.has_variable("params", "lora_a"):
+            leaves = (self.get_variable("params", f"lora_{name}") for name in ("a", "b", "scale"))
+            y = y + low_rank(x.reshape(-1, width), *leaves, self.dtype)
         if self.summed_over is not None:
             y = jax.lax.psum(y, self.summed_over)
         y = y.astype(x.dtype).reshape(*batch, *out)
@@ -265,13 +270,14 @@ def initialise(config: ModelConfig, key: jax.Array) -> PyTree:
 
 @functools.cache
 def parameter_axes(config: ModelConfig) -> ParameterAxes:
-    """The names of the axes of each parameter, by its path."""
+    """The names of the axes of each parameter, and of adapters beside it, by its path."""
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     key = jax.eval_shape(lambda: jax.random.key(0))
     with without_mesh():
         boxed = jax.eval_shape(Qwen(config).init, key, tokens, tokens)["params"]
-    specs = jax.tree_util.tree_leaves_with_path(nn.get_partition_spec(boxed))
-    return {tuple(key.key for key in path): tuple(spec) for path, spec in specs}
+    specs = nn.get_partition_spec(boxed)
+    specs = jax.tree_util.tree_leaves_with_path((specs, adapter_axes(specs)))
+    return {tuple(key.key for key in path[1:]): tuple(spec) for path, spec in specs}
 
 
 def head_kernel(config: ModelConfig, params: PyTree) -> Float[Array, "D V"]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from rlx.config_problems import Problem, ignored, is_set, keys_of
 from rlx.rollout_rules import rollout_problems
-from rlx.settings import Config, offline, rows, source, terms, unit, updates
+from rlx.settings import Config, offline, rows, source, terms, unit, updates, uses_lora
 from rlx.term_rules import term_problems
 
 
@@ -18,6 +18,7 @@ def training_problems(config: Config) -> Iterator[Problem]:
     for problem in (problem for rule in rules for problem in rule(config)):
         # Which terms there are decides over all of these.
         yield problem._replace(keys=(*problem.keys, "algorithm"))
+    yield from _lora(config)
     yield from _optimizer(config)
     yield from _loop(config)
     yield from _evaluation(config)
@@ -73,6 +74,21 @@ def _batch(config: Config) -> Iterator[Problem]:
             ("batch.micro", "batch.minibatches", *causes),
             f"expected a divisor of the mini-batch's rows, {total // batch.minibatches} "
             f"({counted}, in {batch.minibatches}){of_pairs}; came {batch.micro}",
+        )
+
+
+def _lora(config: Config) -> Iterator[Problem]:
+    shape = ["lora.alpha", "lora.targets"]
+    if not uses_lora(config):
+        causes = ("lora.rank", "lora.adapter")
+        yield from ignored(config, [*shape, "lora.base_dtype"], "lora.rank is 0", *causes)
+    elif config.lora.adapter:
+        because = "the adapter in lora.adapter decides it"
+        yield from ignored(config, ["lora.rank", *shape], because, "lora.adapter")
+    targets = config.lora.targets
+    if len(set(targets)) < len(targets):
+        yield Problem(
+            ("lora.targets",), f"expected each projection once; came {', '.join(targets)}"
         )
 
 

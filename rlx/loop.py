@@ -18,6 +18,8 @@ import jax
 
 from model.errors import BadInput
 from model.load import export
+from model.lora import merged
+from model.peft_format import save_adapters
 from model.score_head import export_scorer, padding
 from rlx import assemble
 from rlx.background import Background
@@ -192,7 +194,7 @@ def _train(config: Config, stream: TextIOBase, compilation: Compilation) -> dict
         before = first_evaluation(folder)
         if before is None:
             progress.note(f"{folder}: evaluating on at most {final} held-out problems")
-            before = record.evaluate(step, state.params, None, final, greedy=greedy)
+            before = record.evaluate(step, stepper.whole(state), None, final, greedy=greedy)
 
         # ---- chunks ------------------------------------------------------------------------
         preview, saved = None, step
@@ -208,7 +210,9 @@ def _train(config: Config, stream: TextIOBase, compilation: Compilation) -> dict
             if not finished and config.eval.every and step % config.eval.every == 0:
                 problems = config.eval.problems
                 background.join()
-                metrics = record.evaluate(step, state.params, preview, problems, greedy=False)
+                metrics = record.evaluate(
+                    step, stepper.whole(state), preview, problems, greedy=False
+                )
                 score = metrics[heldout.headline]
             if not finished and config.checkpoint.every and step % config.checkpoint.every == 0:
                 background.join()
@@ -221,10 +225,20 @@ def _train(config: Config, stream: TextIOBase, compilation: Compilation) -> dict
             checkpoints.save(state, None)
         after = None
         if finished:
-            after = record.evaluate(step, state.params, preview, final, greedy=greedy)
-            weights = jax.device_get(state.params)
-            write = export_scorer if assemble.trains_scorer(config) else export
+            after = record.evaluate(step, stepper.whole(state), preview, final, greedy=greedy)
+            weights = merged(jax.device_get(stepper.whole(state)))
+            scorer = assemble.trains_scorer(config)
+            write = export_scorer if scorer else export
             write(folder / "hf", weights, policy.config, source=policy.folder)
+            if policy.lora is not None:
+                save_adapters(
+                    folder / "adapter",
+                    jax.device_get(state.params),
+                    policy.config,
+                    alpha=policy.lora.alpha,
+                    base=policy.folder,
+                    scorer=scorer,
+                )
             if stepper.critic is not None:
                 weights = jax.device_get(state.critic)
                 shape, source = stepper.critic.config, stepper.critic.folder
@@ -244,6 +258,7 @@ def _train(config: Config, stream: TextIOBase, compilation: Compilation) -> dict
             "compile_seconds": compilation.seconds(),
             "checkpoint": str(folder / "checkpoints" / str(step)),
             "hf": str(folder / "hf") if finished else None,
+            **({"adapter": str(folder / "adapter")} if finished and policy.lora else {}),
             "run": str(folder),
         }
         writer.write_summary(summary)

@@ -181,7 +181,8 @@ def current() -> Mesh | None:
 
 
 def placed(axes: ParameterAxes, tree: PyTree) -> PyTree:
-    """Arrays of the host on the devices: each gets its part alone. Without a mesh, on the first."""
+    """Arrays of the host on the devices: each gets its part alone. Without a mesh, on the first.
+    What lies on the mesh already moves from device to device."""
     mesh = current()
     if mesh is None:
         return jax.tree.map(jax.numpy.asarray, tree)
@@ -197,7 +198,9 @@ def everywhere(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: _from_host(x, sharding), tree)
 
 
-def _from_host(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+def _from_host(x: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
+    if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1:
+        return jax.device_put(x, sharding)
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         words = _from_host(np.asarray(jax.random.key_data(x)), sharding)
         return jax.random.wrap_key_data(words)

@@ -60,7 +60,6 @@ def apart(
 
 
 def matrices(params: PyTree) -> PyTree:
-    """True for kernels and embeddings."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: path[-1].key in ("kernel", "embedding"), params
-    )
+    """True for kernels, embeddings and adapters."""
+    names = ("kernel", "embedding", "lora_a", "lora_b")
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in names, params)

@@ -24,6 +24,8 @@ class Frozen(NamedTuple):
 
     reference: PyTree | None = None
     reward_model: PyTree | None = None
+    base: PyTree | None = None
+    """What the policy's adapters are beside (model/lora.py); None where all of it is trained."""
 
 
 class Plan(NamedTuple):

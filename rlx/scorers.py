@@ -10,6 +10,7 @@ from model.config import ModelConfig, read_config
 from model.errors import BadInput
 from model.heads import with_value_head
 from model.load import load_params
+from model.lora import merged
 from model.qwen import Qwen, cast, parameter_axes
 from model.score_head import is_scorer, load_scorer
 from model.tokenizer import load_tokenizer
@@ -44,7 +45,9 @@ def load_critic(config: Config, policy: assemble.Policy) -> Critic | None:
     if not assemble.needs_critic(config) or config.critic.kind == "head":
         return None
     if not config.critic.path:
-        trunk = {name: leaf for name, leaf in policy.params.items() if name != "lm_head"}
+        trunk = {name: leaf for name, leaf in merged(policy.whole).items() if name != "lm_head"}
+        # All of it is trained, whatever the base of the policy's adapters lies in.
+        trunk = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), trunk)
         return Critic(policy.folder, policy.config, with_value_head(policy.config, trunk))
     folder = assemble.checkpoint_folder(config.critic.path, "critic.path")
     check_same_tokens("critic.path", folder, policy)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, SerializeAsAny
 
+from model.lora import TARGETS
 from model.quantize import Stored
 from rlx.algorithms.critic import value
 from rlx.algorithms.record import hyper_parameters
@@ -54,6 +55,27 @@ class ModelSettings(Section):
         "auto",
         description="over rows that are in no stream: cudnn and tpu are fused kernels; auto: the "
         "device's, where it can compute the model, else plain",
+    )
+
+
+class LoraSettings(Section):
+    """Low-rank adapters beside a frozen base, of which they alone are trained."""
+
+    rank: int = Field(0, ge=0, description="of the adapters; 0: off, all parameters are trained")
+    alpha: float | None = Field(
+        None, gt=0, description="adapters count alpha / rank; null: twice the rank"
+    )
+    targets: tuple[Literal[*TARGETS], ...] = Field(
+        tuple(TARGETS), min_length=1, description="projections that are adapted"
+    )
+    base_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="what the frozen base lies in; auto: bfloat16 on accelerators, float32 on CPU",
+    )
+    adapter: str = Field(
+        "",
+        description="folder in PEFT's format that the run begins from, and that decides rank, "
+        "alpha and targets; empty: fresh adapters",
     )
 
 
@@ -303,6 +325,7 @@ class Config(Section):
 
     run: RunSettings = RunSettings()
     model: ModelSettings = ModelSettings()
+    lora: LoraSettings = LoraSettings()
     task: SerializeAsAny[TaskSettings] = Field(default_factory=_default(TaskSettings))
     sampling: SamplingSettings = SamplingSettings()
     algorithm: SerializeAsAny[AlgorithmSettings] = Field(default_factory=_default(OneTerm))
@@ -328,6 +351,11 @@ def terms(config: Config) -> tuple[ChosenTerm, ...]:
 def source(config: Config) -> str:
     """What the run learns from: `rollouts`, `pairs` or `texts`."""
     return terms(config)[0].row.source
+
+
+def uses_lora(config: Config) -> bool:
+    """Whether adapters are trained beside a frozen base."""
+    return bool(config.lora.rank or config.lora.adapter)
 
 
 def offline(config: Config) -> bool:

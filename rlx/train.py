@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
+from model.lora import beside
 from model.sharding import mesh_sizes, split_parameters
 from rlx import ops
 from rlx.mesh import everywhere
@@ -61,16 +62,17 @@ def step(
 ) -> tuple[TrainState, tuple[Metrics, Preview]]:
     """Sample, reward, advantages, update: one step of on-line learning."""
     key, sample_key, shuffle_key = jax.random.split(state.key, 3)
+    acting = state._replace(params=beside(frozen.base, state.params))
     if plan.sampling.probe or plan.sampling.dynamic:
         collect = collect_probed if plan.sampling.probe else collect_rounds
-        pending = collect(plan.sampling, stages, state, frozen, pool, sample_key)
-        prepared = stages.prepare(plan, state, frozen, pending)
+        pending = collect(plan.sampling, stages, acting, frozen, pool, sample_key)
+        prepared = stages.prepare(plan, acting, frozen, pending)
     else:
-        pending, scored = collect_all(plan, stages, state, frozen, pool, sample_key)
-        prepared = stages.make_batch(plan, state, pending, scored)
+        pending, scored = collect_all(plan, stages, acting, frozen, pool, sample_key)
+        prepared = stages.make_batch(plan, acting, pending, scored)
     batch, preview, memory, metrics = prepared
     state = state._replace(key=key, cursor=pending.cursor, memory=memory)
-    state, update_metrics = stages.update(plan.learner, state, batch, shuffle_key)
+    state, update_metrics = stages.update(plan.learner, state, batch, shuffle_key, frozen.base)
     state = state._replace(step=state.step + 1)
     return state, (metrics | update_metrics | counters(state), preview)
 
@@ -155,6 +157,7 @@ def offline_step(
     pool: Prompts,
     data: Batch,
     count: int,
+    base: PyTree | None = None,
 ) -> tuple[TrainState, Metrics]:
     """One step on given text: the next `count` units of `data` (rows, or pairs of rows), in the
     order that `pool` gives, which has a prompt for each unit."""
@@ -168,7 +171,7 @@ def offline_step(
         scored = score_rows(learner, reference, {}, batch.tokens, batch.positions, width)
         batch = batch._replace(ref_logprobs=scored.logprobs)
     state = state._replace(key=key, cursor=draw.cursor)
-    state, metrics = update(learner, state, batch, shuffle_key)
+    state, metrics = update(learner, state, batch, shuffle_key, base)
     metrics["tokens"] = ops.scalar_metric(jnp.sum(batch.mask))
     state = state._replace(step=state.step + 1)
     return state, metrics | counters(state)
@@ -280,12 +283,13 @@ def _as_it_is(results: PyTree) -> PyTree:
 
 
 def offline_run(learner: Learner, count: int) -> Callable:
-    """(state, reference, pool, data, length) -> (state, metrics [length]); the state is donated."""
+    """(state, reference, pool, data, length, base of adapters) -> (state, metrics [length]); the
+    state is donated."""
 
     @functools.partial(jax.jit, static_argnames="length", donate_argnums=0)
-    def offline_steps(state, reference, pool, data, length):
+    def offline_steps(state, reference, pool, data, length, base=None):
         return jax.lax.scan(
-            lambda s, _: offline_step(learner, s, reference, pool, data, count),
+            lambda s, _: offline_step(learner, s, reference, pool, data, count, base),
             state,
             length=length,
         )

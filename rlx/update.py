@@ -17,6 +17,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from model.heads import Outputs, completion_outputs, state_values, stream_outputs
+from model.lora import beside
 from model.qwen import Qwen, parameter_axes
 from model.sharding import (
     ParameterAxes,
@@ -128,13 +129,16 @@ def loss(
     batch: Batch,
     weights: tuple[Float[Array, "B #T"], ...],
     placed: tuple[Stream, Places] | None = None,
+    base: PyTree | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """The weighted sum over these rows, additive over any cut of an update's rows.
 
     `trained` is (params, critic); `weights` are those of each term; `placed` is the stream that the
-    rows lie in, where they are packed.
+    rows lie in, where they are packed; `base` is what the params are beside, where they are
+    adapters.
     """
     mask = batch.mask
+    trained = (beside(base, trained[0]), trained[1])
     if placed is None:
         outputs = forward(learner, *trained, batch.tokens, batch.positions, mask.shape[1])
         padding = batch.positions < 0
@@ -191,9 +195,10 @@ def gradients(
     trained: tuple[PyTree, PyTree],
     batch: Batch,
     prompts: Int[Array, " B"] | None = None,
+    base: PyTree | None = None,
 ) -> tuple[tuple[PyTree, PyTree], Float[Array, ""], Metrics]:
     """Of one update's rows: summed over micro-batches in float32. `prompts` says which rows share
-    theirs (None: as `learner.samples` says)."""
+    theirs (None: as `learner.samples` says). A frozen `base` has none."""
     pairs = zip(learner.terms, batch.signals, strict=True)
     weights = tuple(term.algorithm.weights(signal.mask) for term, signal in pairs)
     value_and_grad = jax.value_and_grad(loss, argnums=1, has_aux=True)
@@ -203,7 +208,7 @@ def gradients(
     nothing = (zeros, jnp.float32(0))
 
     def of_rows(batch, weights, placed=None):
-        (value, metrics), grads = value_and_grad(learner, trained, batch, weights, placed)
+        (value, metrics), grads = value_and_grad(learner, trained, batch, weights, placed, base)
         return (grads, value), metrics
 
     def of_stream(stream, places, piece, inside):
@@ -227,7 +232,7 @@ def gradients(
         batch, weights, packed, how = pack_rows(learner, batch, weights, prompts)
         held = batch_shards() * how.rows
         rows = jax.tree.map(lambda x: x[:held], (batch, weights))
-        shapes = jax.eval_shape(lambda trained: loss(learner, trained, *rows)[1], trained)
+        shapes = jax.eval_shape(lambda t: loss(learner, t, *rows, base=base)[1], trained)
         start = (nothing, ops.nothing_measured(shapes))
         (grads, value), metrics = for_each_stream(
             how, packed, (batch, weights), of_stream, start, add
@@ -291,7 +296,11 @@ def pack_text(
 
 
 def optimise(
-    learner: Learner, state: TrainState, batch: Batch, prompts: Int[Array, " B"] | None = None
+    learner: Learner,
+    state: TrainState,
+    batch: Batch,
+    prompts: Int[Array, " B"] | None = None,
+    base: PyTree | None = None,
 ) -> tuple[TrainState, Metrics]:
     """One optimizer update.
 
@@ -299,7 +308,7 @@ def optimise(
     neither parameters nor moments nor schedule, and the update counts as skipped.
     """
     trained = (state.params, state.critic)
-    grads, value, metrics = gradients(learner, trained, batch, prompts)
+    grads, value, metrics = gradients(learner, trained, batch, prompts, base)
     grads = split_parameters(learner.axes, grads)
     norm = optax.global_norm(grads)
     taught = jnp.stack([jnp.any(signal.mask & batch.mask) for signal in batch.signals])
@@ -330,9 +339,14 @@ def optimise(
 
 
 def update(
-    learner: Learner, state: TrainState, batch: Batch, key: Key[Array, ""]
+    learner: Learner,
+    state: TrainState,
+    batch: Batch,
+    key: Key[Array, ""],
+    base: PyTree | None = None,
 ) -> tuple[TrainState, Metrics]:
-    """All updates of one batch: every epoch shuffles the units and cuts them anew."""
+    """All updates of one batch: every epoch shuffles the units and cuts them anew. `base` is what
+    the state's params are beside, where they are adapters."""
     rows, unit = batch.mask.shape[0], learner.unit
 
     batch = split_rows(batch)
@@ -350,7 +364,7 @@ def update(
             order = jax.random.permutation(key, rows // unit)
             rows_now = jax.tree.map(lambda x: shuffle(x, order), rows_now)
         state, metrics = jax.lax.scan(
-            lambda state, minibatch: optimise(learner, state, *minibatch),
+            lambda state, minibatch: optimise(learner, state, *minibatch, base),
             state,
             jax.tree.map(cut, rows_now),
         )
