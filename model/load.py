@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from model.config import CheckpointError, ModelConfig, from_hugging_face, read_json, to_hugging_face
+from model.fused_experts import split_experts
 from model.shards import listed, open_shards, write_json, write_shards
 from model.tensors import SCORE, Tensor, tensors
 
@@ -51,6 +52,7 @@ def read_params(
     folder = Path(folder)
     with contextlib.ExitStack() as stack:
         held, faults = open_shards(folder, stack)
+        held = split_experts(held) if config.num_experts else held
         if not faults:
             _check_kind(folder, held, wanted)
         faults += _mismatches(held, wanted, config)

@@ -113,7 +113,9 @@ def mixture(
         first = jax.lax.axis_index(axis) * count
         layout = lay_out(experts - first, count, jax.lax.axis_size(axis))
     rows = dispatch(x, layout)
-    inner = [_scaled_product(rows, kernel, layout, dtype).astype(x.dtype) for kernel in kernels.inner]
+    inner = [
+        _scaled_product(rows, kernel, layout, dtype).astype(x.dtype) for kernel in kernels.inner
+    ]
     gate, up = inner if len(inner) == 2 else jnp.split(inner[0], 2, axis=-1)
     out = _scaled_product(nn.silu(gate) * up, kernels.down, layout, dtype)
     mixed = jnp.sum(collect(out, layout) * weights[:, :, None], axis=1)

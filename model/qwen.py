@@ -1,4 +1,4 @@
-"""The policy network: Qwen2, Qwen3, Qwen3-MoE and Llama as one pre-norm block, from embedding to final norm.
+"""The policy network: Qwen2, Qwen3 (dense and MoE) and Llama as one pre-norm block.
 
     hidden = Qwen(config).apply({"params": params}, tokens, positions)
 
@@ -300,7 +300,6 @@ def joined(layers: PyTree) -> PyTree:
     attention, mlp = layers["attention"], layers["mlp"]
     of_attention, of_mlp = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
     rest = {name: part for name, part in attention.items() if name not in of_attention}
-
 
     def gated(mlp):
         return {JOINT_MLP: beside(mlp, of_mlp, -1), "down_proj": mlp["down_proj"]}

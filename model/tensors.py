@@ -13,8 +13,9 @@ class Row(NamedTuple):
     """A leaf of the parameters, and the tensor that stores it.
 
     Axes are letters: V vocabulary, D model width, H heads, K key-value heads, d head width, F
-    feed-forward width, E experts, f an expert's width; 1 is the score. A bracket is one axis of the
-    stored tensor: `(H d) D` is a matrix [H * d, D], and the leaf `D H d` is its transpose, unfolded.
+    feed-forward width, E experts, f an expert's width; 1 is the score. A bracket is one axis of
+    the stored tensor: `(H d) D` is a matrix [H * d, D], and the leaf `D H d` is its transpose,
+    unfolded.
     A name with `{expert}` stands for a tensor of each expert, stacked in the leaf.
     """
 
