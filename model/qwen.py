@@ -1,4 +1,4 @@
-"""The policy network: Qwen2, Qwen3 and Llama as one pre-norm block, from embedding to final norm.
+"""The policy network: Qwen2, Qwen3 (dense and MoE) and Llama as one pre-norm block.
 
     hidden = Qwen(config).apply({"params": params}, tokens, positions)
 
@@ -20,6 +20,8 @@ from model.config import ModelConfig
 from model.kernels import first_columns, roll_left, whole_rows
 from model.lora import axes as adapter_axes
 from model.lora import low_rank
+from model.moe import JOINT as JOINT_MLP
+from model.moe import LOADS, MixtureOfExperts
 from model.product import product
 from model.sharding import (
     Embedding,
@@ -32,7 +34,7 @@ from model.sharding import (
 
 INITIAL_SCALE = 0.02
 
-JOINT_ATTENTION, JOINT_MLP = "qkv_proj", "gate_up_proj"
+JOINT_ATTENTION = "qkv_proj"
 """Projections of one input, side by side in one kernel where `joined` has put them so."""
 
 
@@ -174,13 +176,18 @@ class Block(nn.Module):
     is then that of the part."""
 
     @nn.compact
-    def __call__(self, x, phases, context):
+    def __call__(self, x, phases, context, real=None):
+        """`real` says which tokens are no padding; routers count them (model/moe.py)."""
         c = self.config
         norm = functools.partial(RMSNorm, c.norm_epsilon, "embed")
         attention = Attention(c, self.dtype, self.axis, name="attention")
         mixed, kept = attention(norm(name="attention_norm")(x), phases, context)
         x = constrain(x + mixed, "batch")
-        feed_forward = FeedForward(c, self.dtype, self.axis, name="mlp")
+        if c.num_experts:
+            experts = MixtureOfExperts(c, self.dtype, self.axis, name="mlp")
+            feed_forward = functools.partial(experts, real=real)
+        else:
+            feed_forward = FeedForward(c, self.dtype, self.axis, name="mlp")
         x = x + feed_forward(norm(name="mlp_norm")(x))
         return constrain(x, "batch"), kept
 
@@ -230,16 +237,17 @@ class Qwen(nn.Module):
             block = nn.remat(Block, prevent_cse=False, policy=REMAT[self.remat])
         layers = nn.scan(
             block,
-            variable_axes={"params": 0},
+            variable_axes={"params": 0, LOADS: 0},
             split_rngs={"params": True},
-            in_axes=(nn.broadcast, nn.broadcast),
+            in_axes=(nn.broadcast, nn.broadcast, nn.broadcast),
             length=c.num_layers,
             unroll=self.unroll,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
         context = whole_rows(self.attention, positions) if context is None else context
         phases = rotary_phases(positions, c.head_dim, c.rope_theta)
-        x, _ = layers(c, self.dtype, name="layers")(x, phases, context)
+        real = positions >= 0 if c.num_experts else None
+        x, _ = layers(c, self.dtype, name="layers")(x, phases, context, real)
         if self.is_initializing() and not c.tie_embeddings:
             shape = (c.hidden_size, c.vocab_size)
             Projection(shape, ("embed", "vocab"), self.dtype, name="lm_head")(x)
@@ -298,9 +306,14 @@ def joined(layers: PyTree) -> PyTree:
     attention, mlp = layers["attention"], layers["mlp"]
     of_attention, of_mlp = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
     rest = {name: part for name, part in attention.items() if name not in of_attention}
+
+    def gated(mlp):
+        return {JOINT_MLP: beside(mlp, of_mlp, -1), "down_proj": mlp["down_proj"]}
+
+    experts = "experts" in mlp
     return layers | {
         "attention": rest | {JOINT_ATTENTION: beside(attention, of_attention, -2)},
-        "mlp": {JOINT_MLP: beside(mlp, of_mlp, -1), "down_proj": mlp["down_proj"]},
+        "mlp": mlp | {"experts": gated(mlp["experts"])} if experts else gated(mlp),
     }
 
 

@@ -108,6 +108,11 @@ def load_policy(config: Config, key: Key[jax.Array, ""]) -> Policy:
     check_vocabulary(tokenizer, shape)
     if not tokenizer.stop_ids:
         raise BadInput(f"The tokenizer of {folder} has no token that ends a text.")
+    if config.model.router_aux and not shape.num_experts:
+        raise BadInput(
+            f"model.router_aux: expected 0, since the model in {folder} has no experts; came "
+            f"{config.model.router_aux}."
+        )
     shape = dataclasses.replace(shape, num_tokens=len(tokenizer))
     if config.model.weights == "random":
         params = initialise(shape, key)
@@ -317,6 +322,7 @@ def make_learner(config: Config, policy: Policy, critic: ModelConfig | None = No
         on_policy=config.rollout.old_logprobs == "current" and not offline(config),
         samples=1 if offline(config) else config.batch.samples,
         packing=not offline(config) and config.batch.packing is not False,
+        router_aux=config.model.router_aux,
     )
 
 

@@ -143,6 +143,10 @@ def obstacles(
             "intermediate_size": shape.intermediate_size,
             "vocab_size": shape.vocab_size,
         }
+        if shape.num_experts:
+            # Experts are not cut: each device has some of them.
+            parts.pop("intermediate_size")
+            parts["num_experts"] = shape.num_experts
         for name, size in parts.items():
             divide(f"the model's {name}", size, "mesh.tensor", sizes.tensor)
         divide("the model's hidden_size", shape.hidden_size, "mesh.fsdp", sizes.fsdp)

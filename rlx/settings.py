@@ -56,6 +56,13 @@ class ModelSettings(Section):
         description="over rows that are in no stream: cudnn and tpu are fused kernels; auto: the "
         "device's, where it can compute the model, else plain",
     )
+    router_aux: float = Field(
+        0.0,
+        ge=0,
+        le=10,
+        description="weight of the loss that evens out the load of a policy's experts; 0: off, "
+        "and so it must be for models without experts",
+    )
 
 
 class LoraSettings(Section):

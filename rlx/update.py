@@ -33,7 +33,7 @@ from model.sharding import (
     whole,
 )
 from model.stream import Places, Stream
-from rlx import ops
+from rlx import ops, router
 from rlx.algorithms.record import Algorithm, clean, of_scores
 from rlx.packing import Layout, Packed, for_each_stream, layout, pack
 from rlx.types import Batch, Largest, Mean, Metrics, Signal, TrainState
@@ -71,6 +71,8 @@ class Learner(NamedTuple):
     """Successive rows that share their prompt."""
     packing: bool = False
     """Pack rows into streams, each prompt once; `micro` rows of full length fill one."""
+    router_aux: float = 0.0
+    """Weight of the load-balancing loss of the policy's routers."""
 
     @property
     def axes(self) -> ParameterAxes:
@@ -133,9 +135,9 @@ def loss(
 ) -> tuple[Float[Array, ""], Metrics]:
     """The weighted sum over these rows, additive over any cut of an update's rows.
 
-    `trained` is (params, critic); `weights` are those of each term; `placed` is the stream that the
-    rows lie in, where they are packed; `base` is what the params are beside, where they are
-    adapters.
+    `trained` is (params, critic); `weights` are those of each term, and with `router_aux` each
+    row's share of the update; `placed` is the stream that the rows lie in, where they are packed;
+    `base` is what the params are beside, where they are adapters.
     """
     mask = batch.mask
     trained = (beside(base, trained[0]), trained[1])
@@ -154,6 +156,13 @@ def loss(
     if learner.online:
         metrics |= _gaps(current, batch)
     total = jnp.float32(0)
+    if outputs.load is not None:
+        balance, measured = router.balance(outputs.load)
+        metrics |= measured
+        if learner.router_aux:
+            # Each micro-batch has a loss of its own, which is not additive: so their mean counts.
+            *weights, shares = weights
+            total += learner.router_aux * jnp.sum(shares) * balance
     for place, (term, signal, share) in enumerate(
         zip(learner.terms, batch.signals, weights, strict=True)
     ):
@@ -201,6 +210,8 @@ def gradients(
     theirs (None: as `learner.samples` says). A frozen `base` has none."""
     pairs = zip(learner.terms, batch.signals, strict=True)
     weights = tuple(term.algorithm.weights(signal.mask) for term, signal in pairs)
+    if learner.router_aux:
+        weights = (*weights, ops.row_mean(batch.mask))
     value_and_grad = jax.value_and_grad(loss, argnums=1, has_aux=True)
     # Without a sum that one micro-batch does not need there is one set of gradients in memory.
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
@@ -243,13 +254,13 @@ def gradients(
         pieces = jax.tree.map(lambda x: micro_batches(x, learner.micro), (batch, weights))
         (grads, value), metrics = jax.lax.scan(micro, nothing, pieces)
         metrics = ops.pool(metrics)
-    names = {f"loss/{term.name}" for term in learner.terms}
+    sums = {router.SENT, *(f"loss/{term.name}" for term in learner.terms)}
     # A term's loss is a sum over micro-batches, not a mean.
-    return (
-        grads,
-        value,
-        {name: ops.scalar_metric(m.total) if name in names else m for name, m in metrics.items()},
-    )
+    closed = {
+        name: Mean(m.total, jnp.ones_like(m.total)) if name in sums else m
+        for name, m in metrics.items()
+    }
+    return grads, value, closed
 
 
 def pack_rows(
@@ -377,6 +388,8 @@ def update(
         first, second = metrics.pop("importance/mean"), metrics.pop("importance/square")
         share = first.total**2 / jnp.maximum(first.count * second.total, 1e-30)
         metrics["effective_sample_size"] = ops.scalar_metric(share)
+    if router.SENT in metrics:
+        metrics |= router.load_metrics(metrics.pop(router.SENT).total)
     return state, whole(metrics)
 
 
@@ -402,8 +415,11 @@ def score_rows(
 ) -> Outputs:
     """`forward` on any number of rows, by micro-batches. What is not read costs nothing in jit."""
     pieces = jax.tree.map(lambda x: micro_batches(x, learner.micro), (tokens, positions))
-    outputs = jax.lax.map(lambda piece: forward(learner, params, critic, *piece, width), pieces)
-    return jax.tree.map(in_row_order, outputs)
+
+    def of_piece(piece):
+        return forward(learner, params, critic, *piece, width)._replace(load=None)
+
+    return jax.tree.map(in_row_order, jax.lax.map(of_piece, pieces))
 
 
 def score_completions(
@@ -424,7 +440,8 @@ def score_completions(
     packed, how = pack_text(learner, tokens, positions, mask, prompts, columns)
 
     def of_stream(stream, places, piece, inside):
-        return forward_stream(learner, params, critic, stream, places, width)
+        outputs = forward_stream(learner, params, critic, stream, places, width)
+        return outputs._replace(load=None)
 
     shards = batch_shards()
     each = rows // shards
