@@ -176,7 +176,7 @@ def prepare(
 
 def _unrolled(config, params, tokens, positions, contexts, dtype):
     x = params["embed"]["embedding"][tokens]
-    phases = rotary_phases(positions, config.head_dim, config.rope_theta)
+    phases = rotary_phases(positions, config.head_dim, config.rope_theta, config.rope_scaling)
     kept = []
     for layer, context in zip(params["layers"], contexts, strict=True):
         x, new = Block(config, dtype).apply({"params": layer}, x, phases, context)

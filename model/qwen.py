@@ -213,7 +213,7 @@ class Qwen(nn.Module):
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
         context = whole_rows(self.attention, positions) if context is None else context
-        phases = rotary_phases(positions, c.head_dim, c.rope_theta)
+        phases = rotary_phases(positions, c.head_dim, c.rope_theta, c.rope_scaling)
         x, _ = layers(c, self.dtype, name="layers")(x, phases, context)
         if self.is_initializing() and not c.tie_embeddings:
             shape = (c.hidden_size, c.vocab_size)
