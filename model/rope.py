@@ -88,12 +88,22 @@ class Llama3:
     def slowed(
         self, wavelengths: Float[np.ndarray, " pairs"], theta: float
     ) -> Float[np.ndarray, " pairs"]:
+        # Step by step as transformers does it, so that the roundings are the same.
+        low, high, length, factor = map(
+            np.float32,
+            (
+                self.low_freq_factor,
+                self.high_freq_factor,
+                self.original_max_position_embeddings,
+                self.factor,
+            ),
+        )
         plain = 1 / wavelengths
-        turns = self.original_max_position_embeddings / (2 * math.pi * wavelengths)
-        ramp = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        between = (1 - ramp) * plain / np.float32(self.factor) + ramp * plain
-        slow = np.where(turns < self.low_freq_factor, plain / np.float32(self.factor), between)
-        return np.where(turns > self.high_freq_factor, plain, slow).astype(np.float32)
+        turns = length / (np.float32(2 * math.pi) / plain)
+        ramp = (turns - low) / (high - low)
+        between = (1 - ramp) * plain / factor + ramp * plain
+        slow = np.where(turns < low, plain / factor, between)
+        return np.where(turns > high, plain, slow)
 
 
 Scaling = Yarn | Llama3

@@ -1,4 +1,4 @@
-"""Rotary frequencies for long texts: those of transformers in both spellings, or refused by name."""
+"""Rotary frequencies for long texts: those of transformers in all spellings, or refused."""
 
 import dataclasses
 import json
