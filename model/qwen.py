@@ -252,8 +252,9 @@ def joined(layers: PyTree) -> PyTree:
     }
 
 
-def cast(params: PyTree, dtype: DTypeLike) -> PyTree:
-    """Parameters in the compute dtype: once a rollout instead of once a step of it.
+def cast(params: PyTree, dtype: DTypeLike, activations: DTypeLike | None = None) -> PyTree:
+    """Kernels in `dtype`, embeddings and biases in that of activations (None: the same): the type
+    in which each is used, so that what the model computes stays the same to the bit.
 
     The scales of norms stay as they are: training multiplies with the unrounded ones, and in
     bfloat16 a sampler that rounds them is a quarter further from the trainer's log-probabilities.
@@ -262,6 +263,7 @@ def cast(params: PyTree, dtype: DTypeLike) -> PyTree:
 
     def leaf(path, value):
         kept = path[-1].key == "scale" or path[0].key == "value_head"
-        return value if kept else value.astype(dtype)
+        used = dtype if path[-1].key == "kernel" else activations or dtype
+        return value if kept else value.astype(used)
 
     return jax.tree_util.tree_map_with_path(leaf, params)

@@ -12,6 +12,7 @@ from model.sample import Samples
 from rlx import assemble
 from rlx.data import encode_prompts, prompt_pool
 from rlx.evaluate import HEADLINES, Completion, summarise, summarise_rewards
+from rlx.frozen import on_device
 from rlx.generate import Draw, Generator
 from rlx.rewards.score import Score
 from rlx.rollout import Prompts, whole_rows
@@ -150,7 +151,7 @@ class Scorer:
         model = reward_model.model
         self.run = jax.jit(
             lambda params, pool, problems, samples: last_scores(
-                model, params, *whole_rows(pool, problems, samples)
+                model, on_device(params), *whole_rows(pool, problems, samples)
             )
         )
 

@@ -12,10 +12,11 @@ from model.config import ModelConfig, read_config
 from model.errors import BadInput
 from model.heads import with_value_head
 from model.load import load_params
-from model.qwen import Qwen, cast
+from model.qwen import Qwen
 from model.score_head import is_scorer, load_scorer
 from model.tokenizer import load_tokenizer
 from rlx import assemble
+from rlx.frozen import freeze
 from rlx.settings import Config
 
 
@@ -24,7 +25,7 @@ class RewardModel(NamedTuple):
 
     model: Qwen
     params: PyTree
-    """With a `value_head`, in the compute dtype."""
+    """With a `value_head`, as `freeze` keeps them."""
 
 
 class Critic(NamedTuple):
@@ -66,7 +67,8 @@ def load_reward_model(config: Config, policy: assemble.Policy) -> RewardModel | 
     check_same_tokens("reward.model", folder, policy)
     shape = read_config(folder)
     params = jax.tree.map(jnp.asarray, load_scorer(folder, shape))
-    return RewardModel(assemble.network(config, shape, policy.dtype), cast(params, policy.dtype))
+    model = assemble.network(config, shape, policy.dtype)
+    return RewardModel(model, freeze(config, params, policy.dtype))
 
 
 def check_same_tokens(setting: str, folder: Path, policy: assemble.Policy) -> None:

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from model.errors import BadInput
 from model.tokenizer import Tokenizer
 from rlx import assemble
 from rlx.data import chat_rows, encode_prompts, preference_pairs, prompt_pool, worked_examples
+from rlx.frozen import freeze_reference
 from rlx.mixture import begin
 from rlx.prepare import Frozen
 from rlx.rewards.host import HostVerifier
@@ -84,8 +86,7 @@ def online_stepper(
             )
     assemble.check_length(policy.config, encoded, config.sampling.max_new_tokens)
     pool = prompt_pool(encoded, tokenizer.pad_id, keys.order)
-    # The reference is the policy where it began; it is kept only where something reads it.
-    reference = policy.params if assemble.uses_reference(config) else None
+    reference = _reference(config, policy)
     critic = load_critic(config, policy)
     learner = assemble.make_learner(config, policy, critic and critic.config)
     for setting, scorer in (
@@ -157,7 +158,7 @@ def offline_stepper(
     _check_count(config, count, "preference pairs" if unit == 2 else "texts")
     step = offline_run(learner, config.batch.prompts)
     pool = Prompts(data.tokens[::unit], data.positions[::unit], keys.order)
-    reference = policy.params if assemble.uses_reference(config) else None
+    reference = _reference(config, policy)
 
     def run(state, length):
         state, metrics = step(state, reference, pool, data, length=length)
@@ -245,6 +246,13 @@ def with_signals(data: Batch, learner: Learner) -> Batch:
         for term in learner.terms
     )
     return data._replace(signals=tuple(signals))
+
+
+def _reference(config: Config, policy: assemble.Policy) -> PyTree | None:
+    """The policy where it began; None where nothing reads it."""
+    if not assemble.uses_reference(config):
+        return None
+    return freeze_reference(config, policy.params, policy.dtype)
 
 
 def _check_count(config: Config, count: int, what: str) -> None:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
 from rlx import ops
+from rlx.frozen import on_device
 from rlx.prepare import Frozen, Plan, Preview, Scored, make_batch, prepare, score_samples
 from rlx.probe import choose_probed, complete_probed, rest, wide
 from rlx.rollout import (
@@ -163,6 +164,7 @@ def offline_step(
     batch = jax.tree.map(lambda x: x[rows], data)
     if reference is not None:
         width = batch.mask.shape[1]
+        reference = on_device(reference)
         scored = score_rows(learner, reference, {}, batch.tokens, batch.positions, width)
         batch = batch._replace(ref_logprobs=scored.logprobs)
     state = state._replace(key=key, cursor=draw.cursor)

@@ -13,6 +13,7 @@ import numpy as np
 
 from model.heads import last_scores
 from model.qwen import Qwen
+from rlx.frozen import on_device
 from rlx.rollout import Sampling, Scores, whole_rows
 
 
@@ -52,7 +53,8 @@ def model_verifier(model: Qwen, micro: int) -> Callable:
         tokens, positions = whole_rows(pool, rows, samples)
         piece = math.gcd(micro, len(tokens))
         pieces = jax.tree.map(lambda x: x.reshape(-1, piece, x.shape[1]), (tokens, positions))
-        scores = jax.lax.map(lambda p: last_scores(model, frozen.reward_model, *p), pieces)
+        params = on_device(frozen.reward_model)
+        scores = jax.lax.map(lambda p: last_scores(model, params, *p), pieces)
         scores = scores.reshape(rows.shape[0], -1)
         return Scores(
             scores,
