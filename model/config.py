@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from model.errors import BadInput
+from model.rope import Rope, Scaling, longest, read_rope, write_rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,8 @@ class ModelConfig:
     router_aux_coefficient: float = 0.0
     """What the checkpoint states for its own training; kept for the export, read by nothing here
     (`model.router_aux` is this trainer's)."""
+    rope_scaling: Scaling | None = None
+    """How RoPE's frequencies are scaled to texts longer than those of pretraining."""
 
 
 class CheckpointError(BadInput):
@@ -177,6 +180,8 @@ def from_hugging_face(config: Mapping[str, Any]) -> ModelConfig:
     for name, value in (("tie_word_embeddings", tie), ("attention_bias", bias)):
         if not isinstance(value, bool):
             faults.append(f"{name} must be true or false, and is {value!r}")
+    positions = size("max_position_embeddings", 2048 if family == "llama" else 32768)
+    rope = read_rope(config, positions, faults)
     result = ModelConfig(
         family=family,
         vocab_size=size("vocab_size"),
@@ -186,14 +191,15 @@ def from_hugging_face(config: Mapping[str, Any]) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rope_theta=_rope_theta(config, faults),
+        rope_theta=rope.theta,
         norm_epsilon=float(epsilon),
         tie_embeddings=tie is True,
         # Qwen2 has no field for its biases: query, key and value always have them.
         qkv_bias=family == "qwen2" or bias is True,
         output_bias=family != "qwen2" and bias is True,
         qk_norm=family in ("qwen3", "qwen3_moe"),
-        max_positions=size("max_position_embeddings", 2048 if family == "llama" else 32768),
+        max_positions=longest(rope.scaling, positions),
+        rope_scaling=rope.scaling,
         **(_experts(config, size, faults) if family == "qwen3_moe" else {}),
     )
     if faults:
@@ -228,9 +234,8 @@ def to_hugging_face(config: ModelConfig, *, dtype: str = "float32") -> dict[str,
         "rms_norm_eps": config.norm_epsilon,
         "tie_word_embeddings": config.tie_embeddings,
         "attention_dropout": 0.0,
-        # transformers 4 reads the first spelling of each pair, transformers 5 the second.
-        "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
+        # transformers 4 reads one spelling of each pair, transformers 5 the other.
+        **write_rope(Rope(config.rope_theta, config.rope_scaling)),
         "torch_dtype": dtype,
         "dtype": dtype,
     }
@@ -369,35 +374,3 @@ def _experts(
         "renormalise_experts": config.get("norm_topk_prob", False) is True,
         "router_aux_coefficient": float(coefficient),
     }
-
-
-def _rope_theta(config: Mapping[str, Any], faults: list[str]) -> float:
-    """RoPE's base, from whichever spelling the file has."""
-    bases = {}
-    if config.get("rope_theta") is not None:
-        bases["rope_theta"] = config["rope_theta"]
-    for name in ("rope_parameters", "rope_scaling"):
-        settings = config.get(name)
-        if settings is None:
-            continue
-        if not isinstance(settings, Mapping):
-            faults.append(f"{name} must be an object or null, and is {settings!r}")
-            continue
-        kind = settings.get("rope_type", settings.get("type", "default"))
-        others = set(settings) - {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
-        if kind != "default" or others or settings.get("partial_rotary_factor", 1) != 1:
-            faults.append(
-                f"{name} asks for {dict(settings)!r}; only RoPE of type 'default' is built"
-            )
-        elif "rope_theta" in settings:
-            bases[f"{name}.rope_theta"] = settings["rope_theta"]
-    for name, base in bases.items():
-        if not _is_number(base) or base <= 0:
-            faults.append(f"{name} must be a positive number, and is {base!r}")
-            return 1.0
-    if len(set(bases.values())) > 1:
-        faults.append(
-            "RoPE's base is stated twice and differs: "
-            + ", ".join(f"{name} {base}" for name, base in bases.items())
-        )
-    return float(next(iter(bases.values()), 10000.0))

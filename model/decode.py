@@ -194,7 +194,7 @@ def laid_out(params: PyTree) -> PyTree:
 def _unrolled(config, params, tokens, positions, contexts, dtype, axis):
     embedding = params["embed"]["embedding"]
     x = embedding[tokens] if axis is None else shared_rows(embedding, tokens, axis)
-    phases = rotary_phases(positions, config.head_dim, config.rope_theta)
+    phases = rotary_phases(positions, config.head_dim, config.rope_theta, config.rope_scaling)
     kept = []
     for layer, context in zip(params["layers"], contexts, strict=True):
         x, new = Block(config, dtype, axis).apply({"params": layer}, x, phases, context)

@@ -245,7 +245,7 @@ class Qwen(nn.Module):
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
         context = whole_rows(self.attention, positions) if context is None else context
-        phases = rotary_phases(positions, c.head_dim, c.rope_theta)
+        phases = rotary_phases(positions, c.head_dim, c.rope_theta, c.rope_scaling)
         real = positions >= 0 if c.num_experts else None
         x, _ = layers(c, self.dtype, name="layers")(x, phases, context, real)
         if self.is_initializing() and not c.tie_embeddings:
@@ -317,8 +317,9 @@ def joined(layers: PyTree) -> PyTree:
     }
 
 
-def cast(params: PyTree, dtype: DTypeLike) -> PyTree:
-    """Parameters in the compute dtype: once a rollout instead of once a step of it.
+def cast(params: PyTree, dtype: DTypeLike, activations: DTypeLike | None = None) -> PyTree:
+    """Kernels in `dtype`, embeddings and biases in that of activations (None: the same): the type
+    in which each is used, so that what the model computes stays the same to the bit.
 
     The scales of norms stay as they are: training multiplies with the unrounded ones, and in
     bfloat16 a sampler that rounds them is a quarter further from the trainer's log-probabilities.
@@ -326,7 +327,8 @@ def cast(params: PyTree, dtype: DTypeLike) -> PyTree:
     """
 
     def leaf(path, value):
-        kept = path[-1].key == "scale" or path[0].key == "value_head"
-        return value if kept else value.astype(dtype)
+        kept = path[-1].key in ("scale", "lora_scale") or path[0].key == "value_head"
+        used = dtype if path[-1].key == "kernel" else activations or dtype
+        return value if kept else value.astype(used)
 
     return jax.tree_util.tree_map_with_path(leaf, params)

@@ -155,7 +155,7 @@ def resolve(config: Config) -> Config:
         rollout = rollout.model_copy(update={"old_logprobs": old_logprobs(config)})
         if loop.mode == "auto":
             shape = read_config(checkpoint_folder(model.path))
-            small = parameter_count(shape) <= SMALL_PARAMETERS
+            small = parameter_count(shape) <= SMALL_PARAMETERS and model.frozen_memory == "device"
             mode = "fused" if small and jax.process_count() == 1 else "staged"
             loop = loop.model_copy(update={"mode": mode})
     return config.model_copy(update={"model": model, "rollout": rollout, "loop": loop} | adapted)

@@ -13,6 +13,7 @@ from model.sharding import batch_shards, round_up, whole
 from rlx import assemble
 from rlx.data import encode_prompts, prompt_pool
 from rlx.evaluate import HEADLINES, Completion, summarise, summarise_rewards
+from rlx.frozen import on_device
 from rlx.generate import Draw, Generator
 from rlx.rewards.score import Score
 from rlx.rollout import Prompts, whole_rows
@@ -152,7 +153,7 @@ class Scorer:
         model = reward_model.model
         self.run = jax.jit(
             lambda params, pool, problems, samples: whole(
-                last_scores(model, params, *whole_rows(pool, problems, samples))
+                last_scores(model, on_device(params), *whole_rows(pool, problems, samples))
             )
         )
 

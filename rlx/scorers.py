@@ -11,10 +11,11 @@ from model.errors import BadInput
 from model.heads import with_value_head
 from model.load import load_params
 from model.lora import merged
-from model.qwen import Qwen, cast, parameter_axes
+from model.qwen import Qwen, parameter_axes
 from model.score_head import is_scorer, load_scorer
 from model.tokenizer import load_tokenizer
 from rlx import assemble
+from rlx.frozen import freeze
 from rlx.mesh import placed
 from rlx.settings import Config
 
@@ -24,7 +25,7 @@ class RewardModel(NamedTuple):
 
     model: Qwen
     params: PyTree
-    """With a `value_head`, in the compute dtype."""
+    """With a `value_head`, as `freeze` keeps them."""
 
 
 class Critic(NamedTuple):
@@ -68,7 +69,8 @@ def load_reward_model(config: Config, policy: assemble.Policy) -> RewardModel | 
     check_same_tokens("reward.model", folder, policy)
     shape = read_config(folder)
     params = placed(parameter_axes(shape), load_scorer(folder, shape))
-    return RewardModel(assemble.network(config, shape, policy.dtype), cast(params, policy.dtype))
+    model = assemble.network(config, shape, policy.dtype)
+    return RewardModel(model, freeze(config, params, policy.dtype))
 
 
 def check_same_tokens(setting: str, folder: Path, policy: assemble.Policy) -> None:

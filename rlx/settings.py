@@ -14,6 +14,7 @@ from model.quantize import Stored
 from rlx.algorithms.critic import value
 from rlx.algorithms.record import hyper_parameters
 from rlx.corrections import CORRECTIONS
+from rlx.optimizer_state import StateDtype
 from rlx.signatures import (
     AlgorithmSettings,
     ChosenTerm,
@@ -62,6 +63,15 @@ class ModelSettings(Section):
         le=10,
         description="weight of the loss that evens out the load of a policy's experts; 0: off, "
         "and so it must be for models without experts",
+    )
+    frozen_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="in which a reference and a reward model are kept; auto: model.dtype",
+    )
+    frozen_memory: Literal["device", "host"] = Field(
+        "device",
+        description="where they are kept; host: in pinned host memory, copied to the device by "
+        "each program that scores with them",
     )
 
 
@@ -232,6 +242,11 @@ class OptimizerSettings(Section):
     b2: float = Field(0.999, ge=0, lt=1, description="decay of the second moment; adamw")
     eps: float = Field(1e-8, gt=0, le=1, description="added to the second moment's root; adamw")
     weight_decay: float = Field(0.0, ge=0, le=1, description="decoupled; adamw")
+    state_dtype: StateDtype = Field(
+        "float32",
+        description="how both moments lie in memory, at 8, 4 or about 2 bytes a parameter; int8: "
+        "with a scale a block; adamw",
+    )
     clip_norm: float = Field(1.0, ge=0, description="largest global norm of a gradient; 0: off")
     warmup_steps: int = Field(
         0, ge=0, description="optimizer updates to the peak; the first already takes peak/warmup"

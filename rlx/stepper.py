@@ -15,6 +15,7 @@ from model.lora import beside
 from model.tokenizer import Tokenizer
 from rlx import assemble
 from rlx.data import chat_rows, encode_prompts, preference_pairs, prompt_pool, worked_examples
+from rlx.frozen import freeze_reference
 from rlx.mesh import everywhere
 from rlx.mixture import begin
 from rlx.prepare import Frozen
@@ -93,9 +94,7 @@ def online_stepper(
             )
     assemble.check_length(policy.config, encoded, config.sampling.max_new_tokens)
     pool = everywhere(prompt_pool(encoded, tokenizer.pad_id, keys.order))
-    # The reference is the policy where it began; it is kept only where something reads it. Beside
-    # adapters that are trained it is their very base.
-    reference = policy.whole if assemble.uses_reference(config) else None
+    reference = _reference(config, policy)
     critic = load_critic(config, policy)
     learner = assemble.make_learner(config, policy, critic and critic.config)
     for setting, scorer in (
@@ -169,7 +168,7 @@ def offline_stepper(
     step = offline_run(learner, config.batch.prompts)
     data, order = everywhere((data, keys.order))
     pool = Prompts(data.tokens[::unit], data.positions[::unit], order)
-    reference, base = policy.whole if assemble.uses_reference(config) else None, policy.base
+    reference, base = _reference(config, policy), policy.base
 
     def run(state, length):
         state, metrics = step(state, reference, pool, data, length=length, base=base)
@@ -258,6 +257,14 @@ def with_signals(data: Batch, learner: Learner) -> Batch:
         for term in learner.terms
     )
     return data._replace(signals=tuple(signals))
+
+
+def _reference(config: Config, policy: assemble.Policy) -> PyTree | None:
+    """The policy where it began; None where nothing reads it. Beside adapters that are trained it
+    is their very base."""
+    if not assemble.uses_reference(config):
+        return None
+    return freeze_reference(config, policy.whole, policy.dtype)
 
 
 def _check_count(config: Config, count: int, what: str) -> None:

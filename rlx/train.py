@@ -16,6 +16,7 @@ from jaxtyping import Array, Key, PyTree
 from model.lora import beside
 from model.sharding import mesh_sizes, split_parameters
 from rlx import ops
+from rlx.frozen import on_device
 from rlx.mesh import everywhere
 from rlx.prepare import Frozen, Plan, Preview, Scored, make_batch, prepare, score_samples
 from rlx.probe import choose_probed, complete_probed, rest, wide
@@ -168,6 +169,7 @@ def offline_step(
     batch = jax.tree.map(lambda x: x[rows], data)
     if reference is not None:
         width = batch.mask.shape[1]
+        reference = on_device(reference)
         scored = score_rows(learner, reference, {}, batch.tokens, batch.positions, width)
         batch = batch._replace(ref_logprobs=scored.logprobs)
     state = state._replace(key=key, cursor=draw.cursor)

@@ -14,6 +14,7 @@ import numpy as np
 from model.heads import last_scores
 from model.qwen import Qwen
 from model.sharding import in_row_order, micro_batches, whole
+from rlx.frozen import on_device
 from rlx.rollout import Sampling, Scores, whole_rows
 
 
@@ -54,7 +55,8 @@ def model_verifier(model: Qwen, micro: int) -> Callable:
         text = whole_rows(pool, rows, samples)
         piece = math.gcd(micro, len(text[0]))
         pieces = jax.tree.map(lambda x: micro_batches(x, piece), text)
-        scores = jax.lax.map(lambda p: last_scores(model, frozen.reward_model, *p), pieces)
+        params = on_device(frozen.reward_model)
+        scores = jax.lax.map(lambda p: last_scores(model, params, *p), pieces)
         scores = in_row_order(scores).reshape(rows.shape[0], -1)
         return Scores(
             scores,
