@@ -77,17 +77,23 @@ def train(options: argparse.Namespace) -> dict[str, Any] | None:
         if not options.json:
             print(resolved_yaml(config), formula(config), sep="\n")
         return {"config": config.model_dump(), "formula": formula(config)}
+    from rlx.cluster import joined
+    from rlx.hosts import heard
     from rlx.loop import train as run
 
-    return run(config, sys.stderr if options.json else sys.stdout)
+    with joined(config.hosts):
+        return run(config, heard(sys.stderr if options.json else sys.stdout))
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
+    from rlx.cluster import joined
     from rlx.commands import evaluate as run
     from rlx.config import load
 
-    settings = given(options, "run", "model", "task", "sampling", *VERIFYING, "eval")
-    result = run(load(options.config or DEFAULT_CONFIG, settings))
+    settings = given(options, "run", "model", "task", "sampling", *VERIFYING, "eval", "hosts")
+    config = load(options.config or DEFAULT_CONFIG, settings)
+    with joined(config.hosts):
+        result = run(config)
     if not options.json:
         for name, value in result.items():
             print(f"{name:14} {value}")
@@ -95,12 +101,17 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def generate(options: argparse.Namespace) -> dict[str, Any]:
+    from rlx.cluster import joined
     from rlx.commands import generate as run
     from rlx.config import load
 
     unread = ("sampling.long_prompts",)  # a prompt that is too long is always refused
-    config = load(options.config, given(options, "run", "model", "sampling", unread=unread))
-    return told(options, run(config, options.input, options.output, options.n))
+    config = load(
+        options.config, given(options, "run", "model", "sampling", "hosts", unread=unread)
+    )
+    with joined(config.hosts):
+        result = run(config, options.input, options.output, options.n)
+    return told(options, result)
 
 
 def score(options: argparse.Namespace) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from model.errors import BadInput
 from model.load import export as export_checkpoint
 from model.score_head import export_scorer
 from model.tokenizer import check_ids
-from rlx import assemble, scorers
+from rlx import assemble, hosts, scorers
 from rlx.checkpoint import Checkpoints
 from rlx.config import load
 from rlx.evaluate import nest_greedy
@@ -31,7 +31,9 @@ GENERATION_ROWS = 256
 def evaluate(config: Config) -> dict[str, Any]:
     """Held-out metrics of the checkpoint that `model.path` names, sampled as `sampling` says."""
     config = assemble.resolve(config)
-    with on_mesh(assemble.mesh_sizes(config, training=False)):
+    hosts.check_same_settings(config)
+    sizes = hosts.from_first(lambda: assemble.mesh_sizes(config, training=False))
+    with on_mesh(sizes):
         return _evaluate(config)
 
 
@@ -64,7 +66,9 @@ def generate(config: Config, source: Path, output: Path, count: int) -> dict[str
     limits = [own_limit(row, place, sampling.max_new_tokens) for place, row in located]
     output.parent.mkdir(parents=True, exist_ok=True)
     config = assemble.resolve(config)
-    with on_mesh(assemble.mesh_sizes(config, training=False)):
+    hosts.check_same_settings(config)
+    sizes = hosts.from_first(lambda: assemble.mesh_sizes(config, training=False))
+    with on_mesh(sizes):
         return _generate(config, located, limits, output, count)
 
 
@@ -103,7 +107,8 @@ def _generate(
             "finish_reason": "length" if samples.truncated[row] else "stop",
         }
         lines.append(json.dumps(line) + "\n")
-    write_atomically(output, "".join(lines))
+    if hosts.first():
+        write_atomically(output, "".join(lines))
     return {
         "prompts": len(located),
         "completions": len(lines),

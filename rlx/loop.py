@@ -19,7 +19,7 @@ import jax
 from model.errors import BadInput
 from model.load import export
 from model.score_head import export_scorer, padding
-from rlx import assemble
+from rlx import assemble, hosts
 from rlx.background import Background
 from rlx.checkpoint import Checkpoints
 from rlx.compilation import Compilation
@@ -29,7 +29,7 @@ from rlx.measure import make_evaluation
 from rlx.mesh import abstract, on_mesh
 from rlx.record import Record
 from rlx.report.html import write_report
-from rlx.report.metrics import RESERVED, MetricsWriter, read_lines
+from rlx.report.metrics import RESERVED, MetricsWriter, Unwritten, read_lines
 from rlx.report.progress import Progress, clock_time
 from rlx.scorers import load_reward_model
 from rlx.settings import Config, offline, terms
@@ -54,6 +54,10 @@ MAY_CHANGE = {
     "mesh.data",
     "mesh.fsdp",
     "mesh.tensor",
+    "hosts.join",
+    "hosts.coordinator",
+    "hosts.count",
+    "hosts.index",
 }
 """Settings that a resumed run may have anew. The others decide what is computed or compared."""
 
@@ -118,14 +122,17 @@ def check_resume(config: Config, folder: Path) -> None:
 def train(config: Config, stream: TextIOBase) -> dict[str, Any]:
     """A whole run; returns what summary.json holds. Progress goes to `stream`."""
     config = assemble.resolve(config)
-    sizes = assemble.mesh_sizes(config)
+    hosts.check_same_settings(config)
+    # Devices of one kind may differ a little in their memory.
+    sizes = hosts.from_first(lambda: assemble.mesh_sizes(config))
     with on_mesh(sizes), Compilation() as compilation:
         return _train(assemble.with_mesh(config, sizes), stream, compilation)
 
 
 def _train(config: Config, stream: TextIOBase, compilation: Compilation) -> dict[str, Any]:
     begun = time.monotonic()
-    folder = run_folder(config)
+    folder = hosts.from_first(lambda: run_folder(config))
+    hosts.check_shared(folder)
 
     # ---- the parts -------------------------------------------------------------------------
     keys = assemble.random_keys(config)
@@ -168,14 +175,18 @@ def _train(config: Config, stream: TextIOBase, compilation: Compilation) -> dict
             del state
             state = checkpoints.restore(shapes)
             step = int(state.step)
-        (folder / "config.yaml").write_text(resolved_yaml(config))
-        writer = stack.enter_context(
-            MetricsWriter(
-                folder,
-                tensorboard=config.log.tensorboard,
-                resume_step=step if config.run.resume else None,
+        before = hosts.from_first(lambda: first_evaluation(folder))
+        if hosts.first():
+            (folder / "config.yaml").write_text(resolved_yaml(config))
+            writer = stack.enter_context(
+                MetricsWriter(
+                    folder,
+                    tensorboard=config.log.tensorboard,
+                    resume_step=step if config.run.resume else None,
+                )
             )
-        )
+        else:
+            writer = Unwritten()
         interrupt = stack.enter_context(Interrupt())
         chunk = config.loop.chunk
         deadline = begun + config.loop.max_seconds if config.loop.max_seconds else math.inf
@@ -189,7 +200,6 @@ def _train(config: Config, stream: TextIOBase, compilation: Compilation) -> dict
 
         # ---- before ------------------------------------------------------------------------
         final, greedy = config.eval.final_problems, config.eval.greedy
-        before = first_evaluation(folder)
         if before is None:
             progress.note(f"{folder}: evaluating on at most {final} held-out problems")
             before = record.evaluate(step, state.params, None, final, greedy=greedy)
@@ -197,13 +207,14 @@ def _train(config: Config, stream: TextIOBase, compilation: Compilation) -> dict
         # ---- chunks ------------------------------------------------------------------------
         preview, saved = None, step
         finished = step >= config.loop.steps
-        while not finished and not interrupt.wanted:
+        while not finished and not hosts.anywhere(interrupt.wanted):
             record.begin()
             length = chunk - step % chunk
             state, stacked, preview = stepper.run(state, length)
             background.run(record.write, record.end(step, length, jax.device_get(stacked)))
             step += length
-            finished = step >= config.loop.steps or time.monotonic() >= deadline
+            late = config.loop.max_seconds and hosts.anywhere(time.monotonic() >= deadline)
+            finished = step >= config.loop.steps or late
             score = None
             if not finished and config.eval.every and step % config.eval.every == 0:
                 problems = config.eval.problems
@@ -222,13 +233,15 @@ def _train(config: Config, stream: TextIOBase, compilation: Compilation) -> dict
         after = None
         if finished:
             after = record.evaluate(step, state.params, preview, final, greedy=greedy)
-            weights = jax.device_get(state.params)
-            write = export_scorer if assemble.trains_scorer(config) else export
-            write(folder / "hf", weights, policy.config, source=policy.folder)
+            weights = hosts.to_first(state.params)
+            if hosts.first():
+                write = export_scorer if assemble.trains_scorer(config) else export
+                write(folder / "hf", weights, policy.config, source=policy.folder)
             if stepper.critic is not None:
-                weights = jax.device_get(state.critic)
+                weights = hosts.to_first(state.critic)
                 shape, source = stepper.critic.config, stepper.critic.folder
-                export_scorer(folder / "critic", weights, shape, source=source)
+                if hosts.first():
+                    export_scorer(folder / "critic", weights, shape, source=source)
         else:
             progress.note(f"stopped at step {step}; run.resume=true run.dir={folder} goes on")
         checkpoints.wait()
@@ -247,8 +260,8 @@ def _train(config: Config, stream: TextIOBase, compilation: Compilation) -> dict
             "run": str(folder),
         }
         writer.write_summary(summary)
-    report = write_report(folder)
-    print(closing(summary, report), file=stream)
+    if hosts.first():
+        print(closing(summary, write_report(folder)), file=stream)
     return summary
 
 
