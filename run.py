@@ -83,18 +83,23 @@ def train(options: argparse.Namespace) -> dict[str, Any] | None:
         if not options.json:
             print(resolved_yaml(config), formula(config), sep="\n")
         return {"config": config.model_dump(), "formula": formula(config)}
+    from rlx.cluster import joined
+    from rlx.hosts import heard
     from rlx.loop import train as run
 
-    return run(config, sys.stderr if options.json else sys.stdout)
+    with joined(config.hosts):
+        return run(config, heard(sys.stderr if options.json else sys.stdout))
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
+    from rlx.cluster import joined
     from rlx.commands import evaluate as run
     from rlx.config import load
 
-    known = ("run", "model", *ADAPTER, "task", "sampling", *VERIFYING, "eval")
-    settings = given(options, *known)
-    result = run(load(options.config or DEFAULT_CONFIG, settings))
+    known = ("run", "model", *ADAPTER, "task", "sampling", *VERIFYING, "eval", "hosts")
+    config = load(options.config or DEFAULT_CONFIG, given(options, *known))
+    with joined(config.hosts):
+        result = run(config)
     if not options.json:
         for name, value in result.items():
             print(f"{name:14} {value}")
@@ -102,13 +107,16 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def generate(options: argparse.Namespace) -> dict[str, Any]:
+    from rlx.cluster import joined
     from rlx.commands import generate as run
     from rlx.config import load
 
     unread = ("sampling.long_prompts",)  # a prompt that is too long is always refused
-    known = ("run", "model", *ADAPTER, "sampling")
+    known = ("run", "model", *ADAPTER, "sampling", "hosts")
     config = load(options.config, given(options, *known, unread=unread))
-    return told(options, run(config, options.input, options.output, options.n))
+    with joined(config.hosts):
+        result = run(config, options.input, options.output, options.n)
+    return told(options, result)
 
 
 def score(options: argparse.Namespace) -> dict[str, Any]:

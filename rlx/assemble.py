@@ -26,6 +26,7 @@ from rlx import ops
 from rlx.algorithms import TERMS
 from rlx.algorithms.record import hyper_parameters, of_scores
 from rlx.corrections import CORRECTIONS
+from rlx.hosts import check_same
 from rlx.lora import Lora, adapt, resolved_lora
 from rlx.mesh import Sizes, choose, placed, this_hardware
 from rlx.mixture import Mix
@@ -103,6 +104,8 @@ def checkpoint_folder(path: str, setting: str = "model.path") -> Path:
 def load_policy(config: Config, key: Key[jax.Array, ""]) -> Policy:
     """Reads the checkpoint, or draws random weights for its shape. `config` is resolved."""
     folder = checkpoint_folder(config.model.path)
+    files = sorted((path.name, path.stat().st_size) for path in folder.iterdir() if path.is_file())
+    check_same("files in model.path", files)
     tokenizer = load_tokenizer(folder)
     shape = read_config(folder)
     check_vocabulary(tokenizer, shape)
@@ -158,6 +161,11 @@ def resolve(config: Config) -> Config:
             small = parameter_count(shape) <= SMALL_PARAMETERS and model.frozen_memory == "device"
             mode = "fused" if small and jax.process_count() == 1 else "staged"
             loop = loop.model_copy(update={"mode": mode})
+        elif loop.mode == "fused" and jax.process_count() > 1:
+            raise BadInput(
+                "loop.mode: expected auto or staged on several hosts, since the verifier of a "
+                "fused step is called by one process alone; came fused."
+            )
     return config.model_copy(update={"model": model, "rollout": rollout, "loop": loop} | adapted)
 
 

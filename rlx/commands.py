@@ -14,7 +14,7 @@ from model.lora import beside, merged
 from model.peft_format import save_adapters
 from model.score_head import export_scorer
 from model.tokenizer import check_ids
-from rlx import assemble, scorers
+from rlx import assemble, hosts, scorers
 from rlx.checkpoint import Checkpoints
 from rlx.config import load
 from rlx.evaluate import nest_greedy
@@ -33,7 +33,9 @@ GENERATION_ROWS = 256
 def evaluate(config: Config) -> dict[str, Any]:
     """Held-out metrics of the checkpoint that `model.path` names, sampled as `sampling` says."""
     config = assemble.resolve(config)
-    with on_mesh(assemble.mesh_sizes(config, training=False)):
+    hosts.check_same_settings(config)
+    sizes = hosts.from_first(lambda: assemble.mesh_sizes(config, training=False))
+    with on_mesh(sizes):
         return _evaluate(config)
 
 
@@ -66,7 +68,9 @@ def generate(config: Config, source: Path, output: Path, count: int) -> dict[str
     limits = [own_limit(row, place, sampling.max_new_tokens) for place, row in located]
     output.parent.mkdir(parents=True, exist_ok=True)
     config = assemble.resolve(config)
-    with on_mesh(assemble.mesh_sizes(config, training=False)):
+    hosts.check_same_settings(config)
+    sizes = hosts.from_first(lambda: assemble.mesh_sizes(config, training=False))
+    with on_mesh(sizes):
         return _generate(config, located, limits, output, count)
 
 
@@ -105,7 +109,8 @@ def _generate(
             "finish_reason": "length" if samples.truncated[row] else "stop",
         }
         lines.append(json.dumps(line) + "\n")
-    write_atomically(output, "".join(lines))
+    if hosts.first():
+        write_atomically(output, "".join(lines))
     return {
         "prompts": len(located),
         "completions": len(lines),

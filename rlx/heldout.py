@@ -10,7 +10,7 @@ from model.errors import BadInput
 from model.heads import last_scores
 from model.sample import Samples
 from model.sharding import batch_shards, round_up, whole
-from rlx import assemble
+from rlx import assemble, hosts
 from rlx.data import encode_prompts, prompt_pool
 from rlx.evaluate import HEADLINES, Completion, summarise, summarise_rewards
 from rlx.frozen import on_device
@@ -135,11 +135,14 @@ class Heldout:
             return self.scorer(samples, problems)
         found: list[Score | None] = [None] * len(texts)
         (whole,) = np.nonzero(samples.finite)
+        # Every process has all texts, and verifies some.
+        own = whole[jax.process_index() :: jax.process_count()]
         scores = self.verifier.score_texts(
-            [texts[i] for i in whole], problems[whole].tolist(), place="held-out row"
+            [texts[i] for i in own], problems[own].tolist(), place="held-out row"
         )
-        for i, score in zip(whole, scores, strict=True):
-            found[i] = score
+        for places, scored in hosts.gathered((own, scores)):
+            for i, score in zip(places, scored, strict=True):
+                found[i] = score
         return found
 
 

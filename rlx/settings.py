@@ -318,6 +318,23 @@ class MeshSettings(Section):
     )
 
 
+class HostSettings(Section):
+    """Of several processes, each on a host of its own, the same command starts all."""
+
+    join: Literal["auto", "never"] = Field(
+        "auto",
+        description="auto: with the processes that coordinator, count and index name, or those of "
+        "Cloud TPU, Slurm, Open MPI or a Kubernetes job; never: this process alone",
+    )
+    coordinator: str = Field("", description="host:port of the first process; empty: as detected")
+    count: int = Field(0, ge=0, description="processes; with hosts.coordinator only")
+    index: int | None = Field(
+        None,
+        ge=0,
+        description="this process's number, from 0; null: what the variable RLX_HOST_INDEX holds",
+    )
+
+
 class EvalSettings(Section):
     every: int = Field(10, ge=0, description="steps between evaluations; 0: before and after only")
     problems: int = Field(128, ge=1, description="held-out problems while training")
@@ -358,6 +375,7 @@ class Config(Section):
     critic: CriticSettings = CriticSettings()
     loop: LoopSettings = LoopSettings()
     mesh: MeshSettings = MeshSettings()
+    hosts: HostSettings = HostSettings()
     eval: EvalSettings = EvalSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     log: LogSettings = LogSettings()
