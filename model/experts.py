@@ -53,23 +53,26 @@ def lay_out(experts: Int[Array, "T k"], count: int, parts: int = 1) -> Layout:
     blocks = min((pairs + count * (block - 1)) // block, pairs)
     rows = blocks * block
 
+    # Comparisons and sums: for few experts `cumsum` and `searchsorted` take long to compile.
+    numbers = jnp.arange(count + 1)
     number = jnp.where((flat >= 0) & (flat < count), flat, count)
-    taken = jnp.sum(number[:, None] == jnp.arange(count + 1), axis=0, dtype=jnp.int32)
+    taken = jnp.sum(number[:, None] == numbers, axis=0, dtype=jnp.int32)
     sizes = -(-taken // block) * block
-    order = jnp.argsort(number, stable=True)
-    sorted_number = number[order]
-    rank = jnp.arange(pairs) - (jnp.cumsum(taken) - taken)[sorted_number]
-    sorted_place = (jnp.cumsum(sizes) - sizes)[sorted_number] + rank
-    sorted_place = jnp.where(sorted_number < count, sorted_place, rows)
-    unsorted = jnp.zeros(pairs, jnp.int32).at[order]
-    source = jnp.full(rows, pairs, jnp.int32).at[sorted_place]
-    sizes = sizes[:count]
-    owners = jnp.searchsorted(jnp.cumsum(sizes), block * jnp.arange(blocks), side="right")
+    before = numbers[:, None] < numbers
+    starts, starts_of_taken = (
+        jnp.sum(jnp.where(before, x[:, None], 0), axis=0) for x in (sizes, taken)
+    )
+    order = jnp.argsort(number, stable=True).astype(jnp.int32)
+    ordered = number[order]
+    places = (starts - starts_of_taken)[ordered] + jnp.arange(pairs)
+    places = jnp.where(ordered < count, places, rows)
+    ends = (starts + sizes)[:count]
+    passed = ends <= block * jnp.arange(blocks)[:, None]
     return Layout(
-        source=source.set(order.astype(jnp.int32), mode="drop"),
-        place=unsorted.set(sorted_place.astype(jnp.int32)).reshape(experts.shape),
-        sizes=sizes,
-        owners=jnp.minimum(owners, count - 1).astype(jnp.int32),
+        source=jnp.full(rows, pairs, jnp.int32).at[places].set(order, mode="drop"),
+        place=jnp.zeros(pairs, jnp.int32).at[order].set(places).reshape(experts.shape),
+        sizes=sizes[:count],
+        owners=jnp.minimum(jnp.sum(passed, axis=1, dtype=jnp.int32), count - 1),
     )
 
 

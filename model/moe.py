@@ -179,9 +179,11 @@ class MixtureOfExperts(nn.Module):
         router = KernelOf((c.hidden_size, c.num_experts), ("embed", None), name="router")()
         parts = 1 if self.axis is None else jax.lax.axis_size(self.axis)
         kernels = Experts(c, c.num_experts // parts, name="experts")()
+        if self.is_initializing():
+            return x
         logits = product(x.reshape(-1, c.hidden_size), router.values, self.dtype)
         routing = route(logits, c.experts_per_token, c.renormalise_experts)
-        if real is not None and self.is_mutable_collection(LOADS) and not self.is_initializing():
+        if real is not None and self.is_mutable_collection(LOADS):
             load = measure(routing, real.reshape(-1))
             self.sow(LOADS, "load", load, reduce_fn=lambda _, new: new, init_fn=lambda: None)
         experts, weights = (part.reshape(*x.shape[:2], -1) for part in routing[1:])

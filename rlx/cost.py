@@ -66,7 +66,7 @@ def forward_flops(
     )
 
 
-def _feed_forward_size(config: ModelConfig, experts: float) -> float:
+def _feed_forward_size(config: ModelConfig, experts: int | float) -> int | float:
     """Numbers in a layer's feed-forward kernels; or in the router's and in so many experts'."""
     if not config.num_experts:
         return 3 * config.hidden_size * config.intermediate_size
