@@ -117,8 +117,8 @@ def _zeros(param, state_dtype, codes):
 
 def _move(key, grad, mu, nu, b1, b2, eps, count):
     """One leaf's update and moments."""
-    first = b1 * _widened(mu, FIRST_POWER, FIRST_CODES) + (1 - b1) * grad
-    second = b2 * _widened(nu, SECOND_POWER, SECOND_CODES) + (1 - b2) * grad**2
+    first = b1 * widened(mu, FIRST_POWER, FIRST_CODES) + (1 - b1) * grad
+    second = b2 * widened(nu, SECOND_POWER, SECOND_CODES) + (1 - b2) * grad**2
     unbiased = first / (1 - b1**count)
     update = unbiased / (jnp.sqrt(second / (1 - b2**count)) + eps)
     noise_key, other_key = jax.random.split(key)
@@ -145,7 +145,7 @@ def round_at_random(
     return jax.lax.bitcast_convert_type(high, jnp.bfloat16)
 
 
-def _widened(moment, power, largest):
+def widened(moment, power, largest):
     if not isinstance(moment, Blocks):
         return moment.astype(jnp.float32)
     share = moment.codes.astype(jnp.float32) / largest
