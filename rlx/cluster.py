@@ -166,7 +166,7 @@ def _leave(error: BaseException) -> None:
     who = f"process {jax.process_index()} of {jax.process_count()}"
     if isinstance(error, (BadInput, OSError)):
         print(f"error: {who}: {error}", file=sys.stderr)
-    elif isinstance(error, jax.errors.JaxRuntimeError) and LOST.search(str(error)):
+    elif isinstance(error, RuntimeError) and LOST.search(str(error)):
         print(
             f"error: {who}: another process of the run has ended or cannot be reached, so this one "
             f"ends too ({_line(error)}). Its own output says why. Started again on all hosts with "

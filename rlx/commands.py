@@ -84,6 +84,7 @@ def _generate(
     sampling = config.sampling
     keys = assemble.random_keys(config)
     policy = assemble.load_policy(config, keys.weights)
+    hosts.check_same("lines of --input", located)
     tokenizer = policy.tokenizer
     encoded = [prompt_ids(row, policy, place, sampling.max_prompt_tokens) for place, row in located]
     assemble.check_length(policy.config, encoded, max(limits))

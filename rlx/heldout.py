@@ -47,6 +47,7 @@ class Heldout:
             long_prompts=sampling.long_prompts,
             count=max(counts.values()),
         )
+        hosts.check_same("held-out problems", encoded)
         for name, count in counts.items():
             if count > len(self.rows):
                 raise BadInput(

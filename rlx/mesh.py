@@ -200,7 +200,7 @@ def everywhere(tree: PyTree) -> PyTree:
     if mesh is None:
         return jax.tree.map(jax.numpy.asarray, tree)
     sharding = NamedSharding(mesh, PartitionSpec())
-    check_same_data(jax.tree.map(_words, tree))
+    check_same_data(tree)
     return jax.tree.map(lambda x: _from_host(x, sharding), tree)
 
 
@@ -208,15 +208,10 @@ def _from_host(x: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
     if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1:
         return jax.device_put(x, sharding)
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(_from_host(_words(x), sharding))
+        words = _from_host(np.asarray(jax.random.key_data(x)), sharding)
+        return jax.random.wrap_key_data(words)
     x = np.asarray(x)
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
-
-
-def _words(x: np.ndarray) -> np.ndarray:
-    """A random key's; other arrays as they are."""
-    is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(x) if is_key else x)
 
 
 def abstract(tree: PyTree) -> PyTree:
