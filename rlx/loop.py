@@ -28,7 +28,7 @@ from rlx.compilation import Compilation
 from rlx.config import ConfigError, load, resolved_yaml
 from rlx.evaluate import change_told, nest_greedy
 from rlx.measure import make_evaluation
-from rlx.mesh import abstract, on_mesh
+from rlx.mesh import Sizes, abstract, on_mesh, this_hardware, told
 from rlx.record import Record
 from rlx.report.html import write_report
 from rlx.report.metrics import RESERVED, MetricsWriter, Unwritten, read_lines
@@ -197,6 +197,8 @@ def _train(config: Config, stream: TextIOBase, compilation: Compilation) -> dict
         )
         record = Record(config, heldout, stepper, policy.tokenizer, writer, progress, compilation)
         background = stack.enter_context(Background())
+        if (hardware := this_hardware()).devices > 1:
+            progress.note(told(Sizes(**config.mesh.model_dump()), hardware))
         for note in (*stepper.notes, *heldout.notes):
             progress.note(note)
 

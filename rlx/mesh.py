@@ -102,16 +102,23 @@ def _cost(sizes: Sizes, parameters: int, hardware: Hardware) -> tuple:
     """What is to be small, the first thing first."""
     room = SHARE * hardware.memory if hardware.memory else None
     if room is None:
-        crowded = (False, False)
+        crowded = (1.0, 1.0)
     else:
+        # Where nothing fits, what is nearest to it.
         crowded = (
-            parameters * SAMPLED_BYTES / sizes.tensor > room,
-            parameters * TRAINED_BYTES / (sizes.fsdp * sizes.tensor) > room,
+            max(1.0, parameters * SAMPLED_BYTES / sizes.tensor / room),
+            max(1.0, parameters * TRAINED_BYTES / (sizes.fsdp * sizes.tensor) / room),
         )
     # Gathering a layer's parameters is for a host's own links where it can be.
     each = hardware.devices // hardware.hosts
     across = hardware.hosts > 1 and (sizes.fsdp * sizes.tensor) % each > 0
     return *crowded, sizes.tensor, across, sizes.fsdp if room else sizes.data
+
+
+def told(sizes: Sizes, hardware: Hardware) -> str:
+    """The mesh of a run, for its log."""
+    spare = "" if sizes.devices == hardware.devices else f" of {hardware.devices}"
+    return f"mesh {sizes} ({sizes.devices}{spare} devices)"
 
 
 def asked(wanted: MeshSettings) -> str:
@@ -134,7 +141,7 @@ def obstacles(
 
     def divide(what: str, size: int, setting: str, by: int) -> None:
         if size % by:
-            fault = f"{setting}={by} does not divide {what}, {size}"
+            fault = f"{setting} = {by} does not divide {what}, {size}"
             faults.extend([] if fault in faults else [fault])
 
     for shape in shapes:

@@ -300,8 +300,11 @@ class LoopSettings(Section):
     )
 
 
+AUTO = "auto"
+
+
 class MeshSettings(Section):
-    """`mesh: auto` in a recipe is all three at 0."""
+    """`mesh: auto` is all three at 0."""
 
     data: int = Field(0, ge=0, description="devices that each compute rows of their own; 0: chosen")
     fsdp: int = Field(

@@ -327,8 +327,11 @@ def initial_state(
     rest = everywhere((memory, jnp.copy(key), step, cursor, updates))
 
     def begin(trained):
-        return split_parameters(learner.axes, learner.optimizer.init(trained))
+        # A new head has no place yet, and what is restored lies as the first state does.
+        trained = split_parameters(learner.axes, trained)
+        return trained, split_parameters(learner.axes, learner.optimizer.init(trained))
 
     # What is not there yet needs no more than its place on each device.
-    opt_state = jax.jit(begin)((params, critic)) if mesh_sizes() else begin((params, critic))
+    trained = (params, critic)
+    (params, critic), opt_state = jax.jit(begin)(trained) if mesh_sizes() else begin(trained)
     return TrainState(params, critic, opt_state, *rest)
