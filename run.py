@@ -1,7 +1,7 @@
 """The command line of rlx.
 
     python run.py [train] [--config FILE] [key.path=value ...]
-    python run.py eval | generate | score | export ...
+    python run.py eval | generate | score | export | plan ...
 
 Exit codes: 0 done, 2 bad input, 1 anything else.
 """
@@ -26,7 +26,7 @@ def parser(command: str) -> Parser:
     """The arguments of one command; `key.path=value` may stand anywhere among them."""
     p = Parser(prog=f"run.py {command}", description=COMMANDS[command][1])
     p.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
-    if command in ("train", "eval", "generate", "data"):
+    if command in ("train", "eval", "generate", "data", "plan"):
         p.add_argument("--config", type=Path, help="a recipe (YAML)")
         p.add_argument("settings", nargs="*", metavar="key.path=value", help="settings")
     if command == "train":
@@ -47,6 +47,11 @@ def parser(command: str) -> Parser:
         p.add_argument(
             "settings", nargs="*", metavar="task.key=value", help="settings of the verifier"
         )
+    if command == "plan":
+        p.add_argument("--topology", required=True, help="v5e:4x4, v5p:2x2x2, h100:8, cpu:8, ...")
+        p.add_argument("--fit", action="store_true", help="the most rows that fit")
+        p.add_argument("--compare", action="store_true", help="all meshes, the fastest first")
+        p.add_argument("--price", type=float, help="dollars a device and hour")
     if command == "export":
         p.add_argument("--run", type=Path, required=True, help="run folder")
         p.add_argument("--step", type=int, help="checkpoint (default: the newest)")
@@ -148,12 +153,37 @@ def data(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def plan(options: argparse.Namespace) -> dict[str, Any]:
+    from rlx.topology import parse, set_environment
+
+    topology = parse(options.topology)
+    # Before JAX starts.
+    set_environment(topology.devices if topology.chip.platform == "cpu" else 0)
+    from rlx.config import load_training
+    from rlx.plan_report import plan as run
+    from rlx.plan_report import table
+
+    config = load_training(options.config or DEFAULT_CONFIG, options.settings)
+    result = run(
+        config,
+        topology,
+        fitting=options.fit,
+        comparing=options.compare,
+        price=options.price,
+        tell=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    if not options.json:
+        print(table(result))
+    return result
+
+
 COMMANDS = {
     "train": (train, "train a policy"),
     "eval": (evaluate, "held-out pass@1, pass@k and maj@k, or reward, of a checkpoint"),
     "generate": (generate, "completions for a file of prompts"),
     "score": (score, "rewards for a file of completions"),
     "data": (data, "the first prompts as the model sees them, token counts, rows left out"),
+    "plan": (plan, "memory, time and cost of a run on devices that are not there"),
     "export": (export, "a run's checkpoint as a Hugging Face folder"),
 }
 

@@ -9,7 +9,6 @@ Letters: B rows, S columns, H query heads, K key-value heads, d width of a head.
 from typing import NamedTuple
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -17,6 +16,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from model.attention import Context, WholeRows, causal_mask
 from model.config import ModelConfig
+from model.device import Device
 
 KERNELS = {"cuda": "cudnn", "tpu": "tpu"}
 """The fused kernel of a platform."""
@@ -24,25 +24,6 @@ LANES = 128
 """The TPU kernel's blocks are multiples of it; it pads columns to one."""
 BLOCKS = (512, 256, LANES)
 """Columns; larger ones reread less and skip less."""
-
-
-class Device(NamedTuple):
-    """What decides on a kernel of the device that computes."""
-
-    platform: str
-    """cpu, cuda, rocm or tpu."""
-    capability: tuple[int, int] = (0, 0)
-    """CUDA's compute capability."""
-
-
-def this_device() -> Device:
-    device = jax.local_devices()[0]
-    if device.platform != "gpu":
-        return Device(device.platform)
-    if "cuda" not in jax.extend.backend.get_backend().platform_version:
-        return Device("rocm")
-    major, minor = device.compute_capability.split(".")
-    return Device("cuda", (int(major), int(minor)))
 
 
 def obstacle(

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from model.device import this_device
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def product(
@@ -39,4 +41,4 @@ _total = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
 def activations(dtype: DTypeLike) -> jnp.dtype:
     """The type of what lies between products whose factors are of `dtype`. A CPU multiplies
     bfloat16 fast and does nothing else with it fast."""
-    return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else dtype)
+    return jnp.dtype(jnp.float32 if this_device().platform == "cpu" else dtype)

@@ -13,9 +13,10 @@ from jaxtyping import Key, PyTree
 
 import model
 from model.config import ModelConfig, read_config
+from model.device import this_device
 from model.errors import BadInput
 from model.heads import with_value_head
-from model.kernels import fitting, obstacle, this_device
+from model.kernels import fitting, obstacle
 from model.load import load_params
 from model.lora import beside
 from model.product import activations
@@ -151,7 +152,7 @@ def resolve(config: Config) -> Config:
     """
     model, rollout, loop = config.model, config.rollout, config.loop
     if model.dtype == "auto":
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        dtype = "float32" if this_device().platform == "cpu" else "bfloat16"
         model = model.model_copy(update={"dtype": dtype})
     adapted = {"lora": resolved_lora(config.lora)} if uses_lora(config) else {}
     if not offline(config):
@@ -302,7 +303,7 @@ def network(config: Config, shape: ModelConfig, dtype: jnp.dtype) -> Qwen:
         activations=activations(dtype),
         remat=config.model.remat,
         attention=attention(config, shape, dtype),
-        unroll=layers if jax.default_backend() == "cpu" and layers <= UNROLLED_LAYERS else 1,
+        unroll=layers if this_device().platform == "cpu" and layers <= UNROLLED_LAYERS else 1,
     )
 
 

@@ -4,19 +4,23 @@
     counted = cost(compiled.as_text(), trips={"sample/while": 128})
     counted.flops / needed, counted.bytes
 
-FLOPs are those of matrix products, a multiply and an add being two. XLA's own `cost_analysis`
-counts a loop's body once, whatever its number of turns.
+FLOPs are those of matrix products, a multiply and an add being two; bytes are those of the device's
+main memory. XLA's own `cost_analysis` counts a loop's body once, whatever its number of turns, and
+gives nothing for a GPU that is not there.
 """
 
 import functools
-import math
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from model.config import ModelConfig
 from model.errors import BadInput
+from rlx.collectives import Message, collective, message
+from rlx.hlo import attribute, branches, origin, parse, turns
+from rlx.moved import FREE, fusion_bytes, instruction_bytes
+from rlx.products import product_flops
 
 
 class Forward(NamedTuple):
@@ -111,92 +115,109 @@ def rollout_bytes(
     return float(itemsize * (completion * weights + cached))
 
 
-class Cost(NamedTuple):
-    """What one run of a program takes."""
+Number = int | float
 
-    products: dict[str, int]
+
+class Cost(NamedTuple):
+    """What one run of a program takes, of each device."""
+
+    products: dict[str, Number] = {}  # noqa: RUF012
     """FLOPs of matrix products and convolutions by the operation that they come from."""
-    bytes: int
+    bytes: Number = 0
     """Read and written by all instructions, as if no cache kept anything between two of them."""
-    uncounted: dict[str, int]
+    uncounted: dict[str, Number] = {}  # noqa: RUF012
     """Targets of the custom calls whose FLOPs are not known, with how often each runs."""
+    channels: dict[tuple[Message, str], Number] = {}  # noqa: RUF012
+    """Bytes sent to other devices, by the exchange and the name of its channel."""
 
     @property
-    def flops(self) -> int:
+    def flops(self) -> Number:
         return sum(self.products.values())
 
+    @property
+    def messages(self) -> dict[Message, Number]:
+        """Bytes sent to other devices, by the exchange."""
+        total: Counter = Counter()
+        for (kind, _), sent in self.channels.items():
+            total[kind] += sent
+        return dict(total)
 
-class Instruction(NamedTuple):
-    name: str
-    shape: str
-    opcode: str
-    operands: tuple[str, ...]
-    text: str
-    """The operands' parentheses and all that comes after."""
+    @property
+    def sent(self) -> Number:
+        return sum(self.channels.values())
 
 
-Computation = dict[str, Instruction]
-
-BYTES = {
-    **dict.fromkeys(("pred", "s8", "u8", "f8e4m3fn", "f8e5m2", "s4", "u4"), 1),
-    **dict.fromkeys(("s16", "u16", "f16", "bf16"), 2),
-    **dict.fromkeys(("s32", "u32", "f32"), 4),
-    **dict.fromkeys(("s64", "u64", "f64", "c64"), 8),
-    "c128": 16,
-}
-FREE = frozenset(
-    ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id")
+NO_WORK = (
+    "AllocateBuffer",
+    "AssumeGatherIndicesInBound",
+    "AsyncCollectiveDone",
+    "AsyncCollectiveStart",
+    "LayoutConstraint",
+    "Sharding",
+    "ShapeAssertion",
+    "SPMDFullToShardShape",
+    "SPMDShardToFullShape",
+    "annotate_device_placement",
 )
-"""Instructions that move nothing."""
-SLICES = ("dynamic-slice", "slice", "gather")
-"""They read as much as they give, however large their operand is."""
-ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
-HEAD = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
-LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
+"""Targets of custom calls that compute nothing."""
 CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
 
 
-def cost(text: str, trips: Mapping[str, int] | None = None) -> Cost:
-    """Of one run of the program that `compiled.as_text()` shows.
+def cost(
+    text: str,
+    trips: Mapping[str, Number] | None = None,
+    *,
+    hosts: Sequence[int] | None = None,
+) -> Cost:
+    """Of one run of the program that `compiled.as_text()` shows, on each device.
 
-    A loop turns as often as XLA has proved (`known_trip_count`). For others `trips` gives the
-    number: its keys are parts of the operation's name in the text (`jit(sample)/while`), and the
-    longest that fits counts. Of a conditional the costliest branch counts. Raises BadInput that
-    lists the loops without a number.
+    A loop turns as often as its text proves. For others `trips` gives the number: its keys are
+    parts of the operation's name in the text (`jit(sample)/while`), and the longest that fits
+    counts. Of a conditional the costliest branch counts. `hosts`: on which host each device is.
+    Raises BadInput that lists the loops without a number.
     """
-    computations, entry = _parse(text)
+    module = parse(text)
     unknown = []
 
     @functools.cache
     def of(name: str, fused: bool) -> Cost:
         """Of one run of a computation. What is fused moves nothing by itself."""
-        computation = computations[name]
+        computation = module.computations[name]
         parts = []
         for line in computation.values():
             called = CALLED.search(line.text)
-            flops = _flops(line, computation)
+            flops = product_flops(line, computation)
             if flops:
-                parts.append(Cost({_origin(line): flops}, 0, {}))
+                parts.append(Cost({origin(line): flops}))
             elif line.opcode == "custom-call":
-                parts.append(Cost({}, 0, {_attribute(line.text, "custom_call_target"): 1}))
+                target = attribute(line.text, "custom_call_target")
+                parts.append(Cost(uncounted={} if target in NO_WORK else {target: 1}))
+            elif collective(line.opcode):
+                kind, sent = message(line, computation, hosts)
+                # What is begun, waited for and computed beside is one exchange, on one channel.
+                channel = re.search(r"channel_id=(\d+)", line.text)
+                parts.append(Cost(channels={(kind, channel[1] if channel else line.name): sent}))
             if line.opcode == "while":
-                turns = _turns(line, trips or {})
-                if turns is None:
-                    unknown.append(_origin(line))
-                parts.append(_scaled(of(_attribute(line.text, "body"), fused), turns or 0))
+                count = turns(module, line)
+                if count is None:
+                    fitting = [key for key in trips or {} if key in origin(line)]
+                    count = trips[max(fitting, key=len)] if fitting else None
+                if count is None:
+                    unknown.append(origin(line))
+                parts.append(_scaled(of(attribute(line.text, "body"), fused), count or 0))
             elif line.opcode == "conditional":
-                branches = [of(branch, fused) for branch in _branches(line.text)]
-                parts.append(max(branches, key=lambda branch: (branch.flops, branch.bytes)))
+                each = [of(branch, fused) for branch in branches(line)]
+                parts.append(max(each, key=lambda branch: (branch.flops, branch.bytes)))
             elif line.opcode == "fusion":
-                moved = 0 if fused else _fusion_bytes(line, computations[called[1]])
-                parts += [of(called[1], True), Cost({}, moved, {})]
-            elif line.opcode == "call" or (line.opcode.endswith("-start") and called):
+                moved = 0 if fused else fusion_bytes(module, line)
+                parts += [of(called[1], True), Cost(bytes=moved)]
+            elif line.opcode in ("call", "async-start"):
                 parts.append(of(called[1], fused))
             elif not fused and line.opcode not in FREE:
-                parts.append(Cost({}, _bytes(line, computation), {}))
+                parts.append(Cost(bytes=instruction_bytes(line, computation)))
         return _sum(parts)
 
-    total = of(entry, False)
+    total = of(module.entry, False)
     if unknown:
         raise BadInput(
             "How often these loops turn depends on data; expected a number for each in `trips`: "
@@ -211,146 +232,19 @@ def temporary_bytes(compiled: Any) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-def _scaled(one: Cost, times: int) -> Cost:
-    products, uncounted = ({k: times * v for k, v in x.items()} for x in (one[0], one[2]))
-    return Cost(products, times * one.bytes, uncounted)
+def _scaled(one: Cost, times: Number) -> Cost:
+    products, uncounted, channels = (
+        {k: times * v for k, v in x.items()} for x in (one.products, one.uncounted, one.channels)
+    )
+    return Cost(products, times * one.bytes, uncounted, channels)
 
 
 def _sum(parts: list[Cost]) -> Cost:
     products, uncounted = Counter(), Counter()
+    channels: dict[tuple[Message, str], Number] = {}
     for part in parts:
         products.update(part.products)
         uncounted.update(part.uncounted)
-    return Cost(dict(products), sum(part.bytes for part in parts), dict(uncounted))
-
-
-def _parse(text: str) -> tuple[dict[str, Computation], str]:
-    """All computations by name, and the name of the entry."""
-    computations: dict[str, Computation] = {}
-    entry, current = "", {}
-    for line in text.splitlines():
-        if head := HEAD.match(line):
-            current = computations[head[1]] = {}
-            entry = head[1] if line.startswith("ENTRY") else entry
-        elif found := LINE.match(line):
-            name, rest = found[1], line[found.end() :]
-            end = _closing(rest) + 1 if rest.startswith("(") else rest.index(" ")
-            shape, (opcode, _, tail) = rest[:end], rest[end:].strip().partition("(")
-            inner = tail[: _closing("(" + tail) - 1]
-            operands = tuple(re.findall(r"%([\w.\-]+)", inner))
-            current[name] = Instruction(name, shape, opcode, operands, "(" + tail)
-    return computations, entry
-
-
-def _closing(text: str) -> int:
-    """Where the parenthesis that `text` begins with is closed."""
-    depth = 0
-    for place, letter in enumerate(text):
-        depth += (letter == "(") - (letter == ")")
-        if depth == 0:
-            return place
-    raise ValueError(f"a parenthesis is never closed: {text[:80]}")
-
-
-def _flops(line: Instruction, computation: Computation) -> int:
-    """Of a matrix product or a convolution, whatever it was lowered to; else 0."""
-    if line.opcode == "dot":
-        left = _dimensions(computation[line.operands[0]].shape)
-        contracted = _numbers(line.text, "lhs_contracting_dims")
-        return 2 * _size(line.shape) * math.prod(left[i] for i in contracted)
-    if line.opcode == "convolution":
-        kernel = _dimensions(computation[line.operands[1]].shape)
-        labels = re.search(r"dim_labels=\w+_(\w+)->", line.text)[1]
-        return 2 * _size(line.shape) * math.prod(kernel) // kernel[labels.index("o")]
-    if line.opcode == "custom-call":
-        target = _attribute(line.text, "custom_call_target")
-        if "matmul" in target or "gemm" in target:
-            # oneDNN's and cuBLAS's: [.., M, K] x [.., K, N] in whatever order of axes.
-            out = next(ARRAY.finditer(line.shape))[0]
-            sides = [math.prod(_dimensions(computation[x].shape)) for x in line.operands[:2]]
-            batch = math.prod(_dimensions(out)[:-2]) if _batched(line, computation) else 1
-            return 2 * math.isqrt(sides[0] * sides[1] * _size(out) // batch)
-    return 0
-
-
-def _batched(line: Instruction, computation: Computation) -> bool:
-    return all(len(_dimensions(computation[x].shape)) > 2 for x in line.operands[:2])
-
-
-def _turns(line: Instruction, trips: Mapping[str, int]) -> int | None:
-    """How often a loop's body runs; None where nothing says it."""
-    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', line.text):
-        return int(known[1])
-    fitting = [key for key in trips if key in _origin(line)]
-    return trips[max(fitting, key=len)] if fitting else None
-
-
-def _bytes(line: Instruction, computation: Computation) -> int:
-    """Read and written by an instruction that stands alone."""
-    operands = [computation[name] for name in line.operands]
-    if line.opcode in SLICES:
-        return 2 * _array_bytes(line.shape)
-    if line.opcode == "dynamic-update-slice":
-        return 2 * _array_bytes(operands[1].shape)
-    return _array_bytes(line.shape) + sum(_array_bytes(x.shape) for x in operands)
-
-
-def _fusion_bytes(line: Instruction, inner: Computation) -> int:
-    """A fusion reads of an operand what it slices of it, and writes in place what it updates."""
-    users = defaultdict(list)
-    for user in inner.values():
-        for place, name in enumerate(user.operands):
-            users[name].append((user, place))
-    total, updated = 0, 0
-    for part in inner.values():
-        if part.opcode == "dynamic-update-slice":
-            updated += _array_bytes(part.shape) - _array_bytes(inner[part.operands[1]].shape)
-        if part.opcode != "parameter":
-            continue
-        whole = _array_bytes(part.shape)
-        read = 0
-        for user, place in users[part.name]:
-            if user.opcode in SLICES and place == 0:
-                read += _array_bytes(user.shape)
-            elif user.opcode != "dynamic-update-slice" or place:
-                read = whole
-        total += min(read, whole)
-    return total + max(0, _array_bytes(line.shape) - updated)
-
-
-def _branches(text: str) -> Iterator[str]:
-    if listed := re.search(r"branch_computations=\{([^}]*)\}", text):
-        yield from re.findall(r"%?([\w.\-]+)", listed[1])
-    else:
-        yield from (_attribute(text, f"{which}_computation") for which in ("true", "false"))
-
-
-def _origin(line: Instruction) -> str:
-    found = re.search(r'op_name="([^"]*)"', line.text)
-    return found[1] if found else line.name
-
-
-def _attribute(text: str, name: str) -> str:
-    return re.search(rf'{name}="?%?([\w.\-$]+)', text)[1]
-
-
-def _numbers(text: str, name: str) -> list[int]:
-    found = re.search(rf"{name}=\{{([\d,]*)\}}", text)
-    return [int(x) for x in found[1].split(",") if x] if found else []
-
-
-def _dimensions(shape: str) -> list[int]:
-    """Of the first array that a shape names."""
-    return [int(x) for x in ARRAY.search(shape)[2].split(",") if x]
-
-
-def _size(shape: str) -> int:
-    return math.prod(_dimensions(shape))
-
-
-def _array_bytes(shape: str) -> int:
-    """Of all arrays that a shape, a tuple perhaps, names."""
-    return sum(
-        BYTES.get(kind, 0) * math.prod(int(x) for x in dims.split(",") if x)
-        for kind, dims in ARRAY.findall(shape)
-    )
+        for key, sent in part.channels.items():
+            channels[key] = max(channels.get(key, 0), sent)
+    return Cost(dict(products), sum(part.bytes for part in parts), dict(uncounted), channels)

@@ -58,6 +58,33 @@ class Stages(NamedTuple):
     """`while_loop`, of jax or of Python."""
 
 
+class Program(NamedTuple):
+    """A stage that is jitted by itself."""
+
+    phase: str
+    """Whose time it is counted to."""
+    function: Callable
+    donated: tuple[int, ...] = ()
+    """Operands that the program may write its results over. The first operand is static."""
+
+    def jitted(self) -> Callable:
+        return jax.jit(self.function, static_argnums=0, donate_argnums=self.donated)
+
+
+PROGRAMS = {
+    "sample": Program("sample", sample_round),
+    "complete": Program("sample", sample_rows),
+    "absorb": Program("absorb", absorb),
+    "choose": Program("absorb", choose_probed),
+    "join": Program("absorb", complete_probed),
+    "prepare": Program("score", prepare),
+    "score": Program("score", score_samples),
+    "make_batch": Program("score", make_batch),
+    "update": Program("update", update, donated=(1,)),
+}
+"""What a staged step runs on the devices, by the name in `Stages`."""
+
+
 def step(
     plan: Plan, stages: Stages, state: TrainState, frozen: Frozen, pool: Prompts
 ) -> tuple[TrainState, tuple[Metrics, Preview]]:
@@ -232,11 +259,11 @@ def staged(plan: Plan, verify: Callable, watch: Callable[[str], Any]) -> Callabl
     verifying takes, and `score` what scoring adds to it.
     """
 
-    def timed(name, function, until=jax.block_until_ready, **jit_options):
-        compiled = jax.jit(function, **jit_options)
+    def timed(program, until=jax.block_until_ready):
+        compiled = program.jitted()
 
         def call(*operands):
-            with watch(name):
+            with watch(program.phase):
                 return until(compiled(*operands))
 
         return call
@@ -255,17 +282,10 @@ def staged(plan: Plan, verify: Callable, watch: Callable[[str], Any]) -> Callabl
         return carry
 
     stages = Stages(
-        sample=timed("sample", sample_round, static_argnums=0),
-        complete=timed("sample", sample_rows, static_argnums=0),
+        **{name: timed(program) for name, program in PROGRAMS.items() if name != "score"},
+        score=timed(PROGRAMS["score"], until=_as_it_is),
         verify=verify_timed,
-        absorb=timed("absorb", absorb, static_argnums=0),
-        choose=timed("absorb", choose_probed, static_argnums=0),
-        join=timed("absorb", complete_probed, static_argnums=0),
-        prepare=timed("score", prepare, static_argnums=0),
-        score=timed("score", score_samples, until=_as_it_is, static_argnums=0),
         wait=wait,
-        make_batch=timed("score", make_batch, static_argnums=0),
-        update=timed("update", update, static_argnums=0, donate_argnums=1),
         repeat=repeat,
     )
 

@@ -2,9 +2,18 @@
 
 import functools
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
+
+# Where plugins are installed and their devices are not, JAX would look for them, and tell that
+# there are none.
+if not list(Path("/dev").glob("nvidia[0-9]*")) and not list(Path("/dev").glob("accel*")):
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
 
 import jax
 import jax.numpy as jnp

@@ -12,15 +12,14 @@ import numpy as np
 import pytest
 
 from model.attention import WholeRows, attend, causal_mask
+from model.device import Device, this_device
 from model.errors import BadInput
 from model.kernels import (
-    Device,
     first_columns,
     fitting,
     obstacle,
     roll_left,
     segment_attention,
-    this_device,
     whole_rows,
 )
 from model.qwen import Qwen

@@ -1,0 +1,85 @@
+"""Whether a program fits into a device's memory, and which setting to change where it doesn't."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from model.errors import BadInput
+from rlx.settings import Config, offline
+
+GIB = 2**30
+
+
+class Usage(NamedTuple):
+    """Bytes of a device."""
+
+    arguments: int
+    outputs: int
+    temporaries: int
+    aliased: int
+    """Of outputs that take the place of arguments."""
+    beside: int
+    """What the run holds there meanwhile that is none of the program's arguments."""
+
+    @property
+    def peak(self) -> int:
+        return self.arguments + self.outputs + self.temporaries - self.aliased + self.beside
+
+
+def usage(compiled: Any, held: int = 0) -> Usage:
+    """Of a compiled program, as XLA has laid it out. `held`: what the run keeps on the device,
+    arguments included."""
+    found = compiled.memory_analysis()
+    arguments = found.argument_size_in_bytes
+    return Usage(
+        arguments,
+        found.output_size_in_bytes,
+        found.temp_size_in_bytes,
+        found.alias_size_in_bytes,
+        max(0, held - arguments),
+    )
+
+
+def check_fits(config: Config, usages: Mapping[str, Usage], limit: int) -> None:
+    """Raises BadInput that names the program which needs more than `limit` bytes, and the settings
+    that would make it smaller."""
+    worst = max(usages, key=lambda name: usages[name].peak)
+    if usages[worst].peak <= limit:
+        return
+    part = usages[worst]
+    raise BadInput(
+        f"The program `{worst}` needs {part.peak / GIB:.2f} GiB of a device's "
+        f"{limit / GIB:.2f}: {part.arguments / GIB:.2f} of arguments, "
+        f"{part.temporaries / GIB:.2f} of temporaries, {part.beside / GIB:.2f} that the run keeps "
+        f"beside it. {remedy(config, worst, part)}"
+    )
+
+
+def remedy(config: Config, name: str, part: Usage) -> str:
+    """What makes the program smaller."""
+    batch, sampling, ways = config.batch, config.sampling, []
+    if part.arguments + part.beside > part.temporaries:
+        ways.append("raise mesh.fsdp or mesh.tensor, or use more devices")
+    if name in ("sample", "complete"):
+        if not sampling.slots:
+            ways.append("set sampling.slots below the step's rows")
+        else:
+            ways.append(f"lower sampling.slots ({sampling.slots})")
+        if sampling.cache != "int8":
+            ways.append("set sampling.cache=int8")
+        ways.append(f"lower batch.prompts ({batch.prompts})")
+    else:
+        whole = batch.prompts * (1 if offline(config) else batch.samples) // batch.minibatches
+        micro = batch.micro or whole
+        if micro > 1:
+            ways.append(f"lower batch.micro ({micro})")
+        if config.model.remat == "none" and name == "update":
+            ways.append("set model.remat=block")
+    first = ways[0][0].upper() + ways[0][1:]
+    return "; or ".join([first, *ways[1:]]) + "."
+
+
+def memory_limit() -> int | None:
+    """Bytes of this process's first device that programs can have; None where it doesn't say."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")

@@ -1,0 +1,83 @@
+"""Bytes of a device's main memory that the instructions of a compiled program read and write."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from rlx.hlo import Computation, Instruction, Module, array_bytes, attribute
+
+FREE = frozenset(
+    (
+        *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
+        *("partition-id", "replica-id", "optimization-barrier", "opt-barrier"),
+    )
+)
+"""Instructions that move nothing."""
+SLICES = ("dynamic-slice", "slice", "gather")
+"""They read as much as they give, however large their operand is."""
+SEEN_THROUGH = ("bitcast", "reshape")
+"""What a fusion slices behind one of them it reads no more of."""
+
+
+def instruction_bytes(line: Instruction, computation: Computation) -> int:
+    """Read and written by an instruction that stands alone."""
+    operands = [computation[name] for name in line.operands]
+    if line.opcode.endswith(("-done", "-update")):
+        return 0
+    if line.opcode in SLICES:
+        return array_bytes(line.shape, True) + array_bytes(line.shape)
+    if line.opcode == "dynamic-update-slice":
+        return 2 * array_bytes(operands[1].shape, True)
+    if line.opcode.endswith("-start") and line.shape.startswith("("):
+        # Its shape holds what it reads beside what it writes.
+        return array_bytes(line.shape)
+    if line.opcode == "custom-call" and not operands:
+        return 0
+    return array_bytes(line.shape) + sum(array_bytes(x.shape) for x in operands)
+
+
+def fusion_bytes(module: Module, line: Instruction) -> int:
+    """A fusion reads of an operand what it slices of it, and writes in place what it updates."""
+    inner = module.computations[attribute(line.text, "calls")]
+    total = sum(_read(module, inner, x) for x in inner.values() if x.opcode == "parameter")
+    return total + max(0, array_bytes(line.shape) - sum(_kept(module, inner)))
+
+
+def _kept(module: Module, inner: Computation) -> Iterator[int]:
+    """Bytes of results that stay as they were."""
+    for part in inner.values():
+        if part.opcode == "dynamic-update-slice":
+            given = array_bytes(inner[part.operands[1]].shape, True)
+            yield max(0, array_bytes(part.shape) - given)
+        elif part.opcode == "fusion":
+            yield from _kept(module, module.computations[attribute(part.text, "calls")])
+
+
+def _read(module: Module, inner: Computation, part: Instruction) -> int:
+    """Bytes that the users of `part`, a parameter or the same behind a bitcast, read of it."""
+    whole, read = array_bytes(part.shape), 0
+    for user, place in _users(inner)[part.name]:
+        if user.opcode in SLICES and place == 0:
+            read += array_bytes(user.shape, True)
+        elif user.opcode in SEEN_THROUGH:
+            read += _read(module, inner, user) if whole else 0
+        elif user.opcode == "fusion":
+            called = module.computations[attribute(user.text, "calls")]
+            parameter = next(
+                x
+                for x in called.values()
+                if x.opcode == "parameter" and x.text.startswith(f"({place})")
+            )
+            read += _read(module, called, parameter)
+        elif user.opcode != "dynamic-update-slice" or place:
+            read = whole
+        if read >= whole:
+            return whole
+    return min(read, whole)
+
+
+def _users(inner: Computation) -> dict[str, list[tuple[Instruction, int]]]:
+    users = defaultdict(list)
+    for user in inner.values():
+        for place, name in enumerate(user.operands):
+            users[name].append((user, place))
+    return users

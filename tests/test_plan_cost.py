@@ -1,0 +1,304 @@
+"""The counter on programs of known cost, compiled for a TPU and for GPUs that are not there."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rlx.chips import CHIPS
+from rlx.collectives import Message, replica_groups
+from rlx.cost import Cost, cost
+from rlx.hlo import array_bytes, parse, turns
+from rlx.roofline import beyond, message_seconds, seconds
+from rlx.topology import abstract_devices, plugin_installed
+from rlx.topology import parse as named
+
+TARGETS = ("cpu:1", "v5e:2x4", "h100:8")
+SQUARE = 2 * 64 * 128 * 128
+
+
+def devices_of(target):
+    topology = named(target)
+    platform = topology.chip.platform
+    if platform != "cpu" and not plugin_installed(platform):
+        pytest.skip(f"the plugin for {target} is not installed")
+    return abstract_devices(topology)
+
+
+@functools.cache
+def compiled(target, name):
+    devices = devices_of(target)
+    shape = (4, 2) if len(devices) == 8 else (1, 1)
+    mesh = Mesh(np.array(devices).reshape(shape), ("fsdp", "tensor"))
+    function, operands = PROGRAMS[name]
+    placed = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+        for x, axes in operands
+    ]
+    out = NamedSharding(mesh, PartitionSpec(*OUT[name])) if name in OUT else None
+    return jax.jit(function, out_shardings=out).lower(*placed).compile().as_text()
+
+
+def of(shape, *axes, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype), axes
+
+
+def chain(x, squares):
+    return jax.lax.scan(lambda carry, w: (jnp.tanh(carry @ w), None), x, squares)[0]
+
+
+def until(x, w, end):
+    return jax.lax.while_loop(
+        lambda state: state[0] < end, lambda state: (state[0] + 1, jnp.tanh(state[1] @ w)), (0, x)
+    )[1]
+
+
+def nested(x, squares):
+    return jax.lax.fori_loop(0, 3, lambda _, carry: chain(carry, squares), x)
+
+
+def either(x, w, which):
+    return jax.lax.cond(which > 0, lambda: x @ w, lambda: (x @ w) @ (w.T @ w))
+
+
+def attention(query, key, value):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), value)
+
+
+def gradient(squares, x):
+    return jax.grad(lambda s: jnp.sum(chain(x, s).astype(jnp.float32)))(squares)
+
+
+HEADS = of((2, 128, 4, 64))
+PROGRAMS = {
+    "product": (jnp.matmul, (of((64, 32)), of((32, 48)))),
+    "batched": (
+        lambda x, y: jnp.einsum("abij,abjk->abik", x, y),
+        (of((3, 8, 16, 32)), of((3, 8, 32, 24))),
+    ),
+    "attention": (attention, (HEADS, HEADS, HEADS)),
+    "vector": (jnp.matmul, (of((1, 256)), of((256, 512)))),
+    "scan": (chain, (of((64, 128)), of((5, 128, 128)))),
+    "nested": (nested, (of((64, 128)), of((5, 128, 128)))),
+    "until": (until, (of((64, 128)), of((128, 128)), of((), dtype=jnp.int32))),
+    "either": (either, (of((64, 32)), of((32, 48)), of((), dtype=jnp.float32))),
+    "gathered": (gradient, (of((5, 512, 512), None, "fsdp"), of((64, 512), "fsdp"))),
+    "parts": (
+        lambda x, w, v: jnp.tanh(x @ w) @ v,
+        (of((512, 512), "fsdp"), of((512, 1024), None, "tensor"), of((1024, 512), "tensor")),
+    ),
+}
+OUT = {"gathered": (None, "fsdp"), "parts": ("fsdp",)}
+FLOPS = {
+    "product": 2 * 64 * 32 * 48,
+    "batched": 2 * 3 * 8 * 16 * 32 * 24,
+    "attention": 2 * 2 * (2 * 4) * 128 * 128 * 64,
+    "vector": 2 * 256 * 512,
+    "scan": 5 * SQUARE,
+    "nested": 3 * 5 * SQUARE,
+    "until": 7 * SQUARE,
+    "either": 2 * 48 * (64 * 32 + 32 * 48 + 64 * 48),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", FLOPS)
+def test_flops_are_those_of_the_products_whatever_they_became(target, name):
+    # A TPU's batched product is a convolution, of which a plain count takes 24 times as many; a
+    # product with a vector is a sum; a loop says nowhere how often it turns.
+    found = cost(compiled(target, name), {"while": 7})
+    assert found.flops == FLOPS[name]
+    assert found.uncounted == {}
+
+
+@pytest.mark.parametrize("target", TARGETS[1:])
+def test_each_device_counts_its_own_part(target):
+    assert cost(compiled(target, "parts")).flops == 2 * 2 * 512 * 512 * 1024 // 8
+    # Rows are split in four, and every device gathers the whole of each square.
+    assert cost(compiled(target, "gathered")).flops == 3 * 5 * 2 * (64 // 4) * 512 * 512
+
+
+@pytest.mark.parametrize("target", TARGETS[1:])
+def test_what_is_gathered_in_a_loop_is_sent_every_turn(target):
+    found = cost(compiled(target, "gathered"))
+    sent = {}
+    for kind, size in found.messages.items():
+        assert kind.devices == 4
+        sent[kind.kind] = size
+    square = 2 * 512 * 512
+    # Five turns each way. An exchange that is begun, waited for and computed beside is one.
+    assert sent.pop("all-gather") == 2 * 5 * square * 3 / 4
+    ways = {"all-reduce": 2 * 5 * square * 3 / 4, "reduce-scatter": 5 * square * 3 / 4}
+    assert all(size == ways[kind] for kind, size in sent.items()) and sent
+
+
+@pytest.mark.parametrize("target", TARGETS[1:])
+def test_parts_of_a_product_are_added_up_once(target):
+    found = cost(compiled(target, "parts"))
+    assert found.messages == {Message("all-reduce", 2, 2): 2 * (512 // 4) * 512 * 2 / 2}
+
+
+@pytest.mark.parametrize("target", TARGETS[1:])
+def test_bytes_are_about_those_of_operands_and_results(target):
+    found = cost(compiled(target, "attention"))
+    operands = 3 * 2 * 128 * 4 * 64 * 2
+    # No more than the scores beside them, in float32, written and read a few times.
+    assert operands <= found.bytes <= operands + 6 * 4 * 2 * 4 * 128 * 128
+
+
+def program(instruction, operand="f32[8,128]{1,0}"):
+    return f"""HloModule m
+
+%add (x: f32[], y: f32[]) -> f32[] {{
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}}
+
+ENTRY %main (a: f32[8,128]) -> f32[8,128] {{
+  %a = {operand} parameter(0)
+  {instruction}
+}}
+"""
+
+
+SIZE = 4 * 8 * 128
+FOUR = "replica_groups={{0,1,2,3},{4,5,6,7}}"
+
+
+@pytest.mark.parametrize(
+    ("instruction", "sent"),
+    [
+        (f"ROOT %r = f32[32,128]{{1,0}} all-gather(%a), {FOUR}, dimensions={{0}}", 3 * SIZE),
+        (f"ROOT %r = f32[2,128]{{1,0}} reduce-scatter(%a), {FOUR}, to_apply=%add", 3 / 4 * SIZE),
+        (f"ROOT %r = f32[8,128]{{1,0}} all-reduce(%a), {FOUR}, to_apply=%add", 3 / 2 * SIZE),
+        (f"ROOT %r = f32[8,128]{{1,0}} all-to-all(%a), {FOUR}, dimensions={{0}}", 3 / 4 * SIZE),
+        (
+            "ROOT %r = f32[8,128]{1,0} collective-permute(%a), "
+            "source_target_pairs={{0,1},{1,2},{2,0}}",
+            SIZE,
+        ),
+        (
+            "ROOT %r = f32[8,128]{1,0} collective-permute(%a), source_target_pairs={{0,0},{1,1}}",
+            0,
+        ),
+        (
+            "%s = (f32[8,128]{1,0}, f32[32,128]{1,0}) all-gather-start(%a), channel_id=1, "
+            f"{FOUR}, dimensions={{0}}\n"
+            "  ROOT %r = f32[32,128]{1,0} all-gather-done(%s)",
+            3 * SIZE,
+        ),
+    ],
+)
+def test_a_ring_sends_what_its_formula_says(instruction, sent):
+    assert cost(program(instruction)).sent == sent
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("replica_groups={{0,2},{1,3}}", [[0, 2], [1, 3]]),
+        ("replica_groups=[2,2]<=[4]", [[0, 1], [2, 3]]),
+        ("replica_groups=[2,2]<=[2,2]T(1,0)", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2] {'b'}", [[0, 1], [2, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a'}", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['a'=4] {'a':(2)2}", [[0, 1], [2, 3]]),
+        ("replica_groups=mesh['a'=4] {'a':(1)2}", [[0, 2], [1, 3]]),
+        ("replica_groups={}", [[0, 1, 2, 3]]),
+    ],
+)
+def test_groups_are_read_in_each_form_that_they_are_written_in(text, groups):
+    found = replica_groups(f"(%a), {text}, dimensions={{0}}", 4)
+    assert sorted(found) == groups
+
+
+def test_a_group_across_hosts_is_known_by_the_hosts_of_its_devices():
+    text = program(f"ROOT %r = f32[8,128]{{1,0}} all-reduce(%a), {FOUR}, to_apply=%add")
+    (kind,) = cost(text, hosts=(0, 0, 1, 1, 0, 0, 1, 1)).messages
+    assert (kind.devices, kind.beside) == (4, 2)
+    (kind,) = cost(text, hosts=(0, 0, 0, 0, 1, 1, 1, 1)).messages
+    assert (kind.devices, kind.beside) == (4, 4)
+
+
+def test_the_network_is_shared_by_the_devices_of_a_host():
+    chip = CHIPS["h100"]
+    sent = 1e9
+    inside = message_seconds(Message("all-reduce", 8, 8), sent, chip)
+    assert inside == sent / chip.link_speed
+    # Eight adapters a host carry it between hosts; a single device a host has one of them.
+    assert message_seconds(Message("all-reduce", 16, 8), sent, chip) == sent / 400e9
+    assert message_seconds(Message("all-reduce", 2, 1), sent, chip) == sent / 50e9
+
+
+def test_padding_to_tiles_is_moved_and_what_lies_beside_the_memory_is_not():
+    assert array_bytes("bf16[4,64]{1,0:T(8,128)(2,1)}") == 8 * 128 * 2
+    assert array_bytes("bf16[64,4]{0,1:T(8,128)(2,1)}") == 8 * 128 * 2
+    assert array_bytes("f32[100]{0:T(128)}") == 4 * 128
+    assert array_bytes("(f32[8,128]{1,0:T(8,128)S(1)}, u32[]{:S(2)}, f32[2]{0})") == 8
+    assert array_bytes("f32[8,128]{1,0:T(8,128)S(1)}", True) == 4 * 8 * 128
+
+
+LOOP = """HloModule m
+
+%body (p: (s32[], s32[])) -> (s32[], s32[]) {{
+  %p = (s32[], s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %n = s32[] get-tuple-element(%p), index=1
+  %one = s32[] constant({step})
+  %next = s32[] add(%i, %one)
+  ROOT %t = (s32[], s32[]) tuple(%next, %n)
+}}
+
+%condition (q: (s32[], s32[])) -> pred[] {{
+  %q = (s32[], s32[]) parameter(0)
+  %j = s32[] get-tuple-element(%q), index=0
+  %m = s32[] get-tuple-element(%q), index=1
+  ROOT %less = pred[] compare(%j, %m), direction={direction}
+}}
+
+ENTRY %main (e: s32[]) -> s32[] {{
+  %e = s32[] parameter(0)
+  %zero = s32[] constant({begin})
+  %end = s32[] {end}
+  %start = (s32[], s32[]) tuple(%zero, %end)
+  %loop = (s32[], s32[]) while(%start), condition=%condition, body=%body
+  ROOT %r = s32[] get-tuple-element(%loop), index=0
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("begin", "step", "end", "direction", "count"),
+    [
+        (0, 1, "constant(7)", "LT", 7),
+        (2, 2, "constant(7)", "LT", 3),
+        (0, 1, "constant(7)", "LE", 8),
+        (9, 1, "constant(7)", "LT", 0),
+        (0, 1, "copy(%e)", "LT", None),
+        (0, 1, "constant(7)", "NE", None),
+    ],
+)
+def test_a_loop_over_a_counter_turns_as_often_as_its_text_proves(
+    begin, step, end, direction, count
+):
+    module = parse(LOOP.format(begin=begin, step=step, end=end, direction=direction))
+    loop = module.computations["main"]["loop"]
+    assert turns(module, loop) == count
+
+
+def test_the_slowest_of_computing_moving_and_sending_is_the_time():
+    chip = CHIPS["v5e"]
+    message = (Message("all-gather", 4, 4), "1")
+    found = seconds(Cost({"dot": 197e12}, 0.819e12 * 3, {}, {message: 90e9 * 2}), chip)
+    assert found == (1, 3, 2)
+    assert (found.longest, found.bound) == (3, "memory")
+    assert seconds(Cost({"dot": 1.0}), CHIPS["cpu"]).longest is None
+
+
+def test_a_part_of_a_program_is_what_it_takes_beyond_another():
+    whole, part = Cost({"a": 5, "b": 2}, 10, {"x": 1}), Cost({"a": 5}, 4, {"x": 1})
+    assert beyond(whole, part) == Cost({"b": 2}, 6, {}, {})
