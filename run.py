@@ -57,6 +57,9 @@ def parser(command: str) -> Parser:
         p.add_argument("--step", type=int, help="checkpoint (default: the newest)")
         p.add_argument("--output", type=Path, required=True, help="folder to write")
         p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+        p.add_argument(
+            "--adapter", action="store_true", help="the run's adapters alone, in PEFT's format"
+        )
     return p
 
 
@@ -65,6 +68,9 @@ VERIFYING = tuple(
     for key in ("source", "model", "verifiers", "combine", "workers", "row_seconds", "worker_mib")
 )
 """Settings of what scores a completion."""
+
+ADAPTER = ("lora.adapter", "lora.base_dtype")
+"""Settings of adapters that a checkpoint is read with."""
 
 # Each command imports what it needs: `score` and `--help` start without JAX.
 
@@ -82,17 +88,23 @@ def train(options: argparse.Namespace) -> dict[str, Any] | None:
         if not options.json:
             print(resolved_yaml(config), formula(config), sep="\n")
         return {"config": config.model_dump(), "formula": formula(config)}
+    from rlx.cluster import joined
+    from rlx.hosts import heard
     from rlx.loop import train as run
 
-    return run(config, sys.stderr if options.json else sys.stdout)
+    with joined(config.hosts):
+        return run(config, heard(sys.stderr if options.json else sys.stdout))
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
+    from rlx.cluster import joined
     from rlx.commands import evaluate as run
     from rlx.config import load
 
-    settings = given(options, "run", "model", "task", "sampling", *VERIFYING, "eval")
-    result = run(load(options.config or DEFAULT_CONFIG, settings))
+    known = ("run", "model", *ADAPTER, "task", "sampling", *VERIFYING, "eval", "hosts")
+    config = load(options.config or DEFAULT_CONFIG, given(options, *known))
+    with joined(config.hosts):
+        result = run(config)
     if not options.json:
         for name, value in result.items():
             print(f"{name:14} {value}")
@@ -100,12 +112,16 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def generate(options: argparse.Namespace) -> dict[str, Any]:
+    from rlx.cluster import joined
     from rlx.commands import generate as run
     from rlx.config import load
 
     unread = ("sampling.long_prompts",)  # a prompt that is too long is always refused
-    config = load(options.config, given(options, "run", "model", "sampling", unread=unread))
-    return told(options, run(config, options.input, options.output, options.n))
+    known = ("run", "model", *ADAPTER, "sampling", "hosts")
+    config = load(options.config, given(options, *known, unread=unread))
+    with joined(config.hosts):
+        result = run(config, options.input, options.output, options.n)
+    return told(options, result)
 
 
 def score(options: argparse.Namespace) -> dict[str, Any]:
@@ -117,7 +133,8 @@ def score(options: argparse.Namespace) -> dict[str, Any]:
 def export(options: argparse.Namespace) -> dict[str, Any]:
     from rlx.commands import export as run
 
-    return told(options, run(options.run, options.step, options.output, options.dtype))
+    wanted = (options.step, options.output, options.dtype, options.adapter)
+    return told(options, run(options.run, *wanted))
 
 
 def data(options: argparse.Namespace) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from model.product import product
+from model.rope import Scaling, frequencies
 
 MASKED = -1e30
 """Finite, so that a padding query, which sees no key, gives garbage and not NaN."""
@@ -37,11 +38,13 @@ class Phases(NamedTuple):
     """With the sign of what it multiplies: -sin in the first half, sin in the second."""
 
 
-def rotary_phases(positions: Int[Array, "B S"], head_dim: int, theta: float) -> Phases:
+def rotary_phases(
+    positions: Int[Array, "B S"], head_dim: int, theta: float, scaling: Scaling | None = None
+) -> Phases:
     """The same in all layers, so that they are computed once a forward pass."""
-    exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-    angles = jnp.maximum(positions, 0)[..., None, None].astype(jnp.float32) / theta**exponents
-    cosine, sine = jnp.cos(angles), jnp.sin(angles)
+    turned, scale = frequencies(head_dim, theta, scaling)
+    angles = jnp.maximum(positions, 0)[..., None, None].astype(jnp.float32) * turned
+    cosine, sine = jnp.cos(angles) * scale, jnp.sin(angles) * scale
     return Phases(jnp.concatenate([cosine, cosine], -1), jnp.concatenate([-sine, sine], -1))
 
 

@@ -2,19 +2,20 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from model.errors import BadInput
+from model.rope import Rope, Scaling, longest, read_rope, write_rope
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A dense decoder of the Qwen kind: Qwen2 and Qwen2.5, Qwen3, and Llama."""
+    """A decoder of the Qwen kind: Qwen2 and Qwen2.5, Qwen3, Qwen3-MoE, and Llama."""
 
     family: str
-    """`qwen2`, `qwen3` or `llama`: the `model_type` that an export carries."""
+    """One of FAMILIES: the `model_type` that an export carries."""
     vocab_size: int
     """Rows of the embedding, padding rows included."""
     hidden_size: int
@@ -38,6 +39,18 @@ class ModelConfig:
     """Ids from here on are padding of the vocabulary: never sampled, no share of the softmax.
 
     Sampler and log-probabilities mask them alike. None: every id is a token."""
+    num_experts: int = 0
+    """Feed-forward networks a layer, of which the router chooses; 0: the layers are dense."""
+    experts_per_token: int = 0
+    expert_size: int = 0
+    """Width of an expert, as `intermediate_size` is a dense layer's."""
+    renormalise_experts: bool = False
+    """The weights of a token's chosen experts add up to 1, not to their share of the softmax."""
+    router_aux_coefficient: float = 0.0
+    """What the checkpoint states for its own training; kept for the export, read by nothing here
+    (`model.router_aux` is this trainer's)."""
+    rope_scaling: Scaling | None = None
+    """How RoPE's frequencies are scaled to texts longer than those of pretraining."""
 
 
 class CheckpointError(BadInput):
@@ -47,6 +60,7 @@ class CheckpointError(BadInput):
 FAMILIES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "llama": "LlamaForCausalLM",
 }
 """The `model_type`s that we read, and the architecture that a policy's configuration names."""
@@ -64,6 +78,12 @@ USED = (
     *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "layer_types"),
     *("rope_theta", "rope_parameters", "rope_scaling"),
+)
+USED_OF_EXPERTS = (
+    *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    *("norm_topk_prob", "router_aux_loss_coef", "decoder_sparse_step", "mlp_only_layers"),
+    # Whether transformers returns them beside the logits.
+    "output_router_logits",
 )
 
 ANY = object()
@@ -160,6 +180,8 @@ def from_hugging_face(config: Mapping[str, Any]) -> ModelConfig:
     for name, value in (("tie_word_embeddings", tie), ("attention_bias", bias)):
         if not isinstance(value, bool):
             faults.append(f"{name} must be true or false, and is {value!r}")
+    positions = size("max_position_embeddings", 2048 if family == "llama" else 32768)
+    rope = read_rope(config, positions, faults)
     result = ModelConfig(
         family=family,
         vocab_size=size("vocab_size"),
@@ -169,14 +191,16 @@ def from_hugging_face(config: Mapping[str, Any]) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rope_theta=_rope_theta(config, faults),
+        rope_theta=rope.theta,
         norm_epsilon=float(epsilon),
         tie_embeddings=tie is True,
         # Qwen2 has no field for its biases: query, key and value always have them.
         qkv_bias=family == "qwen2" or bias is True,
         output_bias=family != "qwen2" and bias is True,
-        qk_norm=family == "qwen3",
-        max_positions=size("max_position_embeddings", 2048 if family == "llama" else 32768),
+        qk_norm=family in ("qwen3", "qwen3_moe"),
+        max_positions=longest(rope.scaling, positions),
+        rope_scaling=rope.scaling,
+        **(_experts(config, size, faults) if family == "qwen3_moe" else {}),
     )
     if faults:
         raise CheckpointError(
@@ -210,15 +234,26 @@ def to_hugging_face(config: ModelConfig, *, dtype: str = "float32") -> dict[str,
         "rms_norm_eps": config.norm_epsilon,
         "tie_word_embeddings": config.tie_embeddings,
         "attention_dropout": 0.0,
-        # transformers 4 reads the first spelling of each pair, transformers 5 the second.
-        "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
+        # transformers 4 reads one spelling of each pair, transformers 5 the other.
+        **write_rope(Rope(config.rope_theta, config.rope_scaling)),
         "torch_dtype": dtype,
         "dtype": dtype,
     }
-    if config.family in ("qwen3", "llama"):
+    if config.family != "qwen2":
         result["attention_bias"] = config.qkv_bias
-    if config.family in ("qwen2", "qwen3"):
+    if config.num_experts:
+        result |= {
+            # transformers 5 also reads this older spelling; it writes `num_local_experts`.
+            "num_experts": config.num_experts,
+            "num_experts_per_tok": config.experts_per_token,
+            "moe_intermediate_size": config.expert_size,
+            "norm_topk_prob": config.renormalise_experts,
+            "router_aux_loss_coef": config.router_aux_coefficient,
+            "output_router_logits": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    if config.family != "llama":
         # Some releases honoured a window's size although its flag was false.
         result |= {"use_sliding_window": False, "sliding_window": None}
     read = from_hugging_face(result)
@@ -263,6 +298,7 @@ def _refused(config: Mapping[str, Any], family: str) -> list[str]:
     """What the fields that shape nothing here, or that nobody knows, have against them."""
     # The field does not exist in Qwen2, whose biases are fixed.
     used = {*USED} if family == "qwen2" else {*USED, "attention_bias"}
+    used |= {*USED_OF_EXPERTS} if family == "qwen3_moe" else set()
     faults = []
     named = config.get("architectures")
     if named == [SCORERS[family]]:
@@ -298,33 +334,43 @@ def _labels_refused(config: Mapping[str, Any]) -> list[str]:
     ][:1]
 
 
-def _rope_theta(config: Mapping[str, Any], faults: list[str]) -> float:
-    """RoPE's base, from whichever spelling the file has."""
-    bases = {}
-    if config.get("rope_theta") is not None:
-        bases["rope_theta"] = config["rope_theta"]
-    for name in ("rope_parameters", "rope_scaling"):
-        settings = config.get(name)
-        if settings is None:
-            continue
-        if not isinstance(settings, Mapping):
-            faults.append(f"{name} must be an object or null, and is {settings!r}")
-            continue
-        kind = settings.get("rope_type", settings.get("type", "default"))
-        others = set(settings) - {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
-        if kind != "default" or others or settings.get("partial_rotary_factor", 1) != 1:
-            faults.append(
-                f"{name} asks for {dict(settings)!r}; only RoPE of type 'default' is built"
-            )
-        elif "rope_theta" in settings:
-            bases[f"{name}.rope_theta"] = settings["rope_theta"]
-    for name, base in bases.items():
-        if not _is_number(base) or base <= 0:
-            faults.append(f"{name} must be a positive number, and is {base!r}")
-            return 1.0
-    if len(set(bases.values())) > 1:
+def _experts(
+    config: Mapping[str, Any], size: Callable[..., int], faults: list[str]
+) -> dict[str, Any]:
+    """The fields of the experts, by their names in `ModelConfig`."""
+    # Two spellings of one field: the checkpoints' own, and that of transformers 5.
+    spelled = [n for n in ("num_experts", "num_local_experts") if config.get(n) is not None]
+    count = size(spelled[0] if spelled else "num_experts", 128)
+    if len(spelled) == 2 and config["num_experts"] != config["num_local_experts"]:
         faults.append(
-            "RoPE's base is stated twice and differs: "
-            + ", ".join(f"{name} {base}" for name, base in bases.items())
+            f"the number of experts is stated twice and differs: num_experts "
+            f"{config['num_experts']!r}, num_local_experts {config['num_local_experts']!r}"
         )
-    return float(next(iter(bases.values()), 10000.0))
+    chosen = size("num_experts_per_tok", 8)
+    if chosen > count:
+        faults.append(f"num_experts_per_tok {chosen} is more than the experts, {count}")
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers")
+    if step != 1:
+        faults.append(
+            f"decoder_sparse_step must be 1, and is {step!r}: every layer has experts, as all "
+            f"layers are computed by one scan"
+        )
+    if dense not in (None, []):
+        faults.append(
+            f"mlp_only_layers must be empty, and is {dense!r}: every layer has experts, as all "
+            f"layers are computed by one scan"
+        )
+    for name in ("norm_topk_prob", "output_router_logits"):
+        if not isinstance(config.get(name, False), bool):
+            faults.append(f"{name} must be true or false, and is {config[name]!r}")
+    coefficient = config.get("router_aux_loss_coef", 0.001)
+    if not _is_number(coefficient) or coefficient < 0:
+        faults.append(f"router_aux_loss_coef must be a number, 0 or more, and is {coefficient!r}")
+        coefficient = 0.0
+    return {
+        "num_experts": count,
+        "experts_per_token": chosen,
+        "expert_size": size("moe_intermediate_size", 768),
+        "renormalise_experts": config.get("norm_topk_prob", False) is True,
+        "router_aux_coefficient": float(coefficient),
+    }

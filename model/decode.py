@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Int8, PyTree
 
 from model.attention import MASKED, WholeRows, causal_mask, rotary_phases
 from model.config import ModelConfig
+from model.lora import merged
 from model.quantize import Stored, quantize, quantize_kernels
 from model.qwen import Block, RMSNorm, joined
 from model.sharding import shared_rows
@@ -159,8 +160,9 @@ def in_type(
     activations: DTypeLike | None = None,
     weights: Stored = "auto",
 ) -> PyTree:
-    """Each leaf in the type in which it is used, so that no step casts one. `weights` are the
-    kernels; in int8 a channel of the output has a scale, and a step casts what it multiplies.
+    """Each leaf in the type in which it is used, so that no step casts one. Adapters are added to
+    their kernels. `weights` are the kernels; in int8 a channel of the output has a scale, and a
+    step casts what it multiplies.
 
     Scales of norms stay as they are: training multiplies with the unrounded ones, and in bfloat16
     a sampler that rounds them is a quarter further from the trainer's log-probabilities.
@@ -173,6 +175,7 @@ def in_type(
         return leaf.astype(dtype if kind == "kernel" else activations or dtype)
 
     params = {name: params[name] for name in ("embed", "layers", "norm")}
+    params["layers"] = merged(params["layers"])
     if weights == "int8":
         # Of the float32 ones: those of `dtype` are rounded once already.
         params["layers"] = quantize_kernels(params["layers"])
@@ -191,7 +194,7 @@ def laid_out(params: PyTree) -> PyTree:
 def _unrolled(config, params, tokens, positions, contexts, dtype, axis):
     embedding = params["embed"]["embedding"]
     x = embedding[tokens] if axis is None else shared_rows(embedding, tokens, axis)
-    phases = rotary_phases(positions, config.head_dim, config.rope_theta)
+    phases = rotary_phases(positions, config.head_dim, config.rope_theta, config.rope_scaling)
     kept = []
     for layer, context in zip(params["layers"], contexts, strict=True):
         x, new = Block(config, dtype, axis).apply({"params": layer}, x, phases, context)

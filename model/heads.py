@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from model.attention import MASKED
 from model.chunked_softmax import chosen_and_entropy
 from model.config import ModelConfig
+from model.moe import LOADS, Load
 from model.product import product
 from model.qwen import Qwen
 from model.sharding import apart, constrain, each_shard, together
@@ -30,6 +31,8 @@ class Outputs(NamedTuple):
     values: Float[Array, "B T+1"]
     """Of the state before each token, and after the last; zeros where the parameters have no
     `value_head`."""
+    load: Load | None = None
+    """Of the policy's routers, where it has experts; over all real tokens of the pass."""
 
 
 def logits(
@@ -117,12 +120,19 @@ def completion_outputs(
 
     That column is the state before the token: its value is of the same hidden state.
     """
-    hidden = model.apply({"params": params}, tokens, positions)[:, -width - 1 :]
-    targets = tokens[:, -width:]
+    hidden, load = _hidden_and_load(model, params, tokens, positions)
+    hidden, targets = hidden[:, -width - 1 :], tokens[:, -width:]
     logprobs, entropy = policy_logprobs(model, params, hidden[:, :-1], targets, temperature)
     has_head = "value_head" in params
     values = head_values(params, hidden) if has_head else jnp.zeros(hidden.shape[:2], jnp.float32)
-    return Outputs(logprobs, entropy, values)
+    return Outputs(logprobs, entropy, values, load)
+
+
+def _hidden_and_load(model: Qwen, params: PyTree, *where) -> tuple[Float[Array, "B S D"], PyTree]:
+    if not model.config.num_experts:
+        return model.apply({"params": params}, *where), None
+    hidden, left = model.apply({"params": params}, *where, mutable=[LOADS])
+    return hidden, left[LOADS]["layers"]["mlp"]["load"]
 
 
 def stream_outputs(
@@ -136,7 +146,7 @@ def stream_outputs(
     """`completion_outputs` of the rows of a stream, or of streams side by side. Beyond a row's end
     stands garbage; the value after its last token only where the row is laid out with one more."""
     where = (stream.tokens, stream.positions, stream.context)
-    hidden = model.apply({"params": params}, *where)
+    hidden, load = _hidden_and_load(model, params, *where)
     logprobs, entropy = policy_logprobs(
         model, params, hidden, stream.targets, temperature, stream.predicts
     )
@@ -150,7 +160,7 @@ def stream_outputs(
 
     has_head = "value_head" in params
     values = head_values(params, hidden) if has_head else jnp.zeros(hidden.shape[:2], jnp.float32)
-    return Outputs(by_row(logprobs)[:, :-1], by_row(entropy)[:, :-1], by_row(values))
+    return Outputs(by_row(logprobs)[:, :-1], by_row(entropy)[:, :-1], by_row(values), load)
 
 
 def with_value_head(config: ModelConfig, params: PyTree) -> PyTree:

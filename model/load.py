@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from model.config import CheckpointError, ModelConfig, from_hugging_face, read_json, to_hugging_face
+from model.fused_experts import split_experts
 from model.shards import listed, open_shards, write_json, write_shards
 from model.tensors import SCORE, Tensor, tensors
 
@@ -51,6 +52,7 @@ def read_params(
     folder = Path(folder)
     with contextlib.ExitStack() as stack:
         held, faults = open_shards(folder, stack)
+        held = split_experts(held) if config.num_experts else held
         if not faults:
             _check_kind(folder, held, wanted)
         faults += _mismatches(held, wanted, config)
@@ -61,12 +63,12 @@ def read_params(
         leaves: dict[str, np.ndarray] = {}
         for name, tensor in wanted.items():
             value = tensor.to_leaf(held[name].get_tensor(name))
-            if tensor.layer is None:
+            if not tensor.place:
                 leaves[tensor.path] = np.array(value, dtype=dtype, order="C")
                 continue
             if tensor.path not in leaves:
-                leaves[tensor.path] = np.empty((config.num_layers, *tensor.leaf), dtype)
-            leaves[tensor.path][tensor.layer] = value
+                leaves[tensor.path] = np.empty(tensor.stacked(config), dtype)
+            leaves[tensor.path][tensor.place] = value
     return _nest(leaves)
 
 
@@ -106,7 +108,7 @@ def write_params(
     def stored(name: str) -> np.ndarray:
         tensor = wanted[name]
         leaf = leaves[tensor.path]
-        return tensor.to_stored(np.asarray(leaf if tensor.layer is None else leaf[tensor.layer]))
+        return tensor.to_stored(np.asarray(leaf[tensor.place] if tensor.place else leaf))
 
     write_shards(
         folder,
@@ -247,10 +249,7 @@ def _check_leaves(
     params: Mapping[str, Any], wanted: Mapping[str, Tensor], config: ModelConfig
 ) -> dict[str, Any]:
     leaves = dict(_walk(params))
-    shapes = {
-        tensor.path: tensor.leaf if tensor.layer is None else (config.num_layers, *tensor.leaf)
-        for tensor in wanted.values()
-    }
+    shapes = {tensor.path: tensor.stacked(config) for tensor in wanted.values()}
     faults = []
     if missing := sorted(set(shapes) - set(leaves)):
         faults.append(f"missing {listed(missing)}")

@@ -38,24 +38,31 @@ def quantize(x: Float[Array, "..."], axes: int | tuple[int, ...]) -> Quantized:
     return Quantized(jnp.round(wide / scale).astype(jnp.int8), jnp.squeeze(scale, axes))
 
 
-def quantize_kernels(layers: PyTree) -> PyTree:
-    """The stacked layers with int8 kernels, each with a `kernel_scale` [L, *outputs] beside it."""
+def quantize_kernels(layers: PyTree, outer: tuple[str, ...] = ()) -> PyTree:
+    """The stacked layers with int8 kernels, each with a `kernel_scale` [L, *outputs] beside it.
+
+    Not the routers': a step of int8 would send tokens to other experts. `outer` are the names that
+    lead to `layers`.
+    """
     made = {}
     for name, part in layers.items():
-        if not isinstance(part, dict):
+        path = (*outer, name)
+        if not isinstance(part, dict) or name == "router":
             made[name] = part
         elif "kernel" in part:
-            kernel, scale = quantize(part["kernel"], kernel_inputs(name))
+            kernel, scale = quantize(part["kernel"], kernel_inputs(*path))
             made[name] = part | {"kernel": kernel, "kernel_scale": scale}
         else:
-            made[name] = quantize_kernels(part)
+            made[name] = quantize_kernels(part, path)
     return made
 
 
-def kernel_inputs(name: str) -> tuple[int, ...]:
-    """The axes of a stacked kernel that its product sums over."""
+def kernel_inputs(*path: str) -> tuple[int, ...]:
+    """The axes of a stacked kernel that its product sums over; the path leads to its module."""
+    if "experts" in path:
+        return (2,)
     # Heads and their width are both inputs of the product that ends attention.
-    return (1, 2) if name == "o_proj" else (1,)
+    return (1, 2) if path[-1] == "o_proj" else (1,)
 
 
 def unhoisted(lasting: PyTree, step: Int[Array, ""]) -> tuple[PyTree, Int[Array, ""]]:

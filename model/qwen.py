@@ -1,4 +1,4 @@
-"""The policy network: Qwen2, Qwen3 and Llama as one pre-norm block, from embedding to final norm.
+"""The policy network: Qwen2, Qwen3 (dense and MoE) and Llama as one pre-norm block.
 
     hidden = Qwen(config).apply({"params": params}, tokens, positions)
 
@@ -18,6 +18,10 @@ from jaxtyping import Array, Float, Int, PyTree
 from model.attention import Context, Phases, rotary_phases, rotate
 from model.config import ModelConfig
 from model.kernels import first_columns, roll_left, whole_rows
+from model.lora import axes as adapter_axes
+from model.lora import low_rank
+from model.moe import JOINT as JOINT_MLP
+from model.moe import LOADS, MixtureOfExperts
 from model.product import product
 from model.sharding import (
     Embedding,
@@ -30,7 +34,7 @@ from model.sharding import (
 
 INITIAL_SCALE = 0.02
 
-JOINT_ATTENTION, JOINT_MLP = "qkv_proj", "gate_up_proj"
+JOINT_ATTENTION = "qkv_proj"
 """Projections of one input, side by side in one kernel where `joined` has put them so."""
 
 
@@ -76,6 +80,9 @@ class Projection(nn.Module):
         y = product(x.reshape(-1, width), kernel, self.dtype)
         if in_int8:
             y = y * self.get_variable("params", "kernel_scale").reshape(-1)
+        if self.has_variable("params", "lora_a"):
+            leaves = (self.get_variable("params", f"lora_{name}") for name in ("a", "b", "scale"))
+            y = y + low_rank(x.reshape(-1, width), *leaves, self.dtype)
         if self.summed_over is not None:
             y = jax.lax.psum(y, self.summed_over)
         y = y.astype(x.dtype).reshape(*batch, *out)
@@ -169,13 +176,18 @@ class Block(nn.Module):
     is then that of the part."""
 
     @nn.compact
-    def __call__(self, x, phases, context):
+    def __call__(self, x, phases, context, real=None):
+        """`real` says which tokens are no padding; routers count them (model/moe.py)."""
         c = self.config
         norm = functools.partial(RMSNorm, c.norm_epsilon, "embed")
         attention = Attention(c, self.dtype, self.axis, name="attention")
         mixed, kept = attention(norm(name="attention_norm")(x), phases, context)
         x = constrain(x + mixed, "batch")
-        feed_forward = FeedForward(c, self.dtype, self.axis, name="mlp")
+        if c.num_experts:
+            experts = MixtureOfExperts(c, self.dtype, self.axis, name="mlp")
+            feed_forward = functools.partial(experts, real=real)
+        else:
+            feed_forward = FeedForward(c, self.dtype, self.axis, name="mlp")
         x = x + feed_forward(norm(name="mlp_norm")(x))
         return constrain(x, "batch"), kept
 
@@ -225,16 +237,17 @@ class Qwen(nn.Module):
             block = nn.remat(Block, prevent_cse=False, policy=REMAT[self.remat])
         layers = nn.scan(
             block,
-            variable_axes={"params": 0},
+            variable_axes={"params": 0, LOADS: 0},
             split_rngs={"params": True},
-            in_axes=(nn.broadcast, nn.broadcast),
+            in_axes=(nn.broadcast, nn.broadcast, nn.broadcast),
             length=c.num_layers,
             unroll=self.unroll,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
         context = whole_rows(self.attention, positions) if context is None else context
-        phases = rotary_phases(positions, c.head_dim, c.rope_theta)
-        x, _ = layers(c, self.dtype, name="layers")(x, phases, context)
+        phases = rotary_phases(positions, c.head_dim, c.rope_theta, c.rope_scaling)
+        real = positions >= 0 if c.num_experts else None
+        x, _ = layers(c, self.dtype, name="layers")(x, phases, context, real)
         if self.is_initializing() and not c.tie_embeddings:
             shape = (c.hidden_size, c.vocab_size)
             Projection(shape, ("embed", "vocab"), self.dtype, name="lm_head")(x)
@@ -265,13 +278,14 @@ def initialise(config: ModelConfig, key: jax.Array) -> PyTree:
 
 @functools.cache
 def parameter_axes(config: ModelConfig) -> ParameterAxes:
-    """The names of the axes of each parameter, by its path."""
+    """The names of the axes of each parameter, and of adapters beside it, by its path."""
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     key = jax.eval_shape(lambda: jax.random.key(0))
     with without_mesh():
         boxed = jax.eval_shape(Qwen(config).init, key, tokens, tokens)["params"]
-    specs = jax.tree_util.tree_leaves_with_path(nn.get_partition_spec(boxed))
-    return {tuple(key.key for key in path): tuple(spec) for path, spec in specs}
+    specs = nn.get_partition_spec(boxed)
+    specs = jax.tree_util.tree_leaves_with_path((specs, adapter_axes(specs)))
+    return {tuple(key.key for key in path[1:]): tuple(spec) for path, spec in specs}
 
 
 def head_kernel(config: ModelConfig, params: PyTree) -> Float[Array, "D V"]:
@@ -292,14 +306,20 @@ def joined(layers: PyTree) -> PyTree:
     attention, mlp = layers["attention"], layers["mlp"]
     of_attention, of_mlp = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
     rest = {name: part for name, part in attention.items() if name not in of_attention}
+
+    def gated(mlp):
+        return {JOINT_MLP: beside(mlp, of_mlp, -1), "down_proj": mlp["down_proj"]}
+
+    experts = "experts" in mlp
     return layers | {
         "attention": rest | {JOINT_ATTENTION: beside(attention, of_attention, -2)},
-        "mlp": {JOINT_MLP: beside(mlp, of_mlp, -1), "down_proj": mlp["down_proj"]},
+        "mlp": mlp | {"experts": gated(mlp["experts"])} if experts else gated(mlp),
     }
 
 
-def cast(params: PyTree, dtype: DTypeLike) -> PyTree:
-    """Parameters in the compute dtype: once a rollout instead of once a step of it.
+def cast(params: PyTree, dtype: DTypeLike, activations: DTypeLike | None = None) -> PyTree:
+    """Kernels in `dtype`, embeddings and biases in that of activations (None: the same): the type
+    in which each is used, so that what the model computes stays the same to the bit.
 
     The scales of norms stay as they are: training multiplies with the unrounded ones, and in
     bfloat16 a sampler that rounds them is a quarter further from the trainer's log-probabilities.
@@ -307,7 +327,8 @@ def cast(params: PyTree, dtype: DTypeLike) -> PyTree:
     """
 
     def leaf(path, value):
-        kept = path[-1].key == "scale" or path[0].key == "value_head"
-        return value if kept else value.astype(dtype)
+        kept = path[-1].key in ("scale", "lora_scale") or path[0].key == "value_head"
+        used = dtype if path[-1].key == "kernel" else activations or dtype
+        return value if kept else value.astype(used)
 
     return jax.tree_util.tree_map_with_path(leaf, params)

@@ -213,7 +213,7 @@ def _partition(config: ModelConfig, given: Given) -> Given:
         *outer, kind = (key.key for key in path)
         names = axes[*outer, "kernel" if kind == "kernel_scale" else kind]
         if kind == "kernel_scale":
-            inputs = kernel_inputs(outer[-1])
+            inputs = kernel_inputs(*outer)
             names = tuple(name for i, name in enumerate(names) if i not in inputs)
         return PartitionSpec(*(of_tensor(name) for name in names))
 

@@ -18,6 +18,7 @@ from model.errors import BadInput
 from model.heads import with_value_head
 from model.kernels import fitting, obstacle
 from model.load import load_params
+from model.lora import beside
 from model.product import activations
 from model.qwen import Qwen, initialise, parameter_axes
 from model.sample import Filters
@@ -26,13 +27,24 @@ from rlx import ops
 from rlx.algorithms import TERMS
 from rlx.algorithms.record import hyper_parameters, of_scores
 from rlx.corrections import CORRECTIONS
+from rlx.hosts import check_same
+from rlx.lora import Lora, adapt, resolved_lora
 from rlx.mesh import Sizes, choose, placed, this_hardware
 from rlx.mixture import Mix
 from rlx.optimizer import apart, make_optimizer, schedule
 from rlx.prepare import Plan
 from rlx.replay import empty_replay
 from rlx.rollout import Prompts, Sampling, empty_rollout
-from rlx.settings import Config, MeshSettings, offline, old_logprobs, rows, terms, updates
+from rlx.settings import (
+    Config,
+    MeshSettings,
+    offline,
+    old_logprobs,
+    rows,
+    terms,
+    updates,
+    uses_lora,
+)
 from rlx.shaping import Shaping
 from rlx.tasks import Task
 from rlx.train import start_memory
@@ -66,6 +78,17 @@ class Policy(NamedTuple):
     tokenizer: Tokenizer
     params: PyTree
     dtype: jnp.dtype
+    lora: Lora | None = None
+    """Where adapters are trained: `params` are then their frozen base."""
+
+    @property
+    def base(self) -> PyTree | None:
+        return None if self.lora is None else self.params
+
+    @property
+    def whole(self) -> PyTree:
+        """The parameters as the model reads them, in the very arrays of base and adapters."""
+        return self.params if self.lora is None else beside(self.params, self.lora.adapters)
 
 
 def checkpoint_folder(path: str, setting: str = "model.path") -> Path:
@@ -82,17 +105,29 @@ def checkpoint_folder(path: str, setting: str = "model.path") -> Path:
 def load_policy(config: Config, key: Key[jax.Array, ""]) -> Policy:
     """Reads the checkpoint, or draws random weights for its shape. `config` is resolved."""
     folder = checkpoint_folder(config.model.path)
+    files = sorted((path.name, path.stat().st_size) for path in folder.iterdir() if path.is_file())
+    check_same("files in model.path", files)
     tokenizer = load_tokenizer(folder)
     shape = read_config(folder)
     check_vocabulary(tokenizer, shape)
     if not tokenizer.stop_ids:
         raise BadInput(f"The tokenizer of {folder} has no token that ends a text.")
+    if config.model.router_aux and not shape.num_experts:
+        raise BadInput(
+            f"model.router_aux: expected 0, since the model in {folder} has no experts; came "
+            f"{config.model.router_aux}."
+        )
     shape = dataclasses.replace(shape, num_tokens=len(tokenizer))
     if config.model.weights == "random":
         params = initialise(shape, key)
     else:
-        params = placed(parameter_axes(shape), load_params(folder, shape))
-    return Policy(folder, shape, tokenizer, params, jnp.dtype(config.model.dtype))
+        params = load_params(folder, shape)
+    axes, adapted = parameter_axes(shape), None
+    if uses_lora(config):
+        params, adapted = adapt(config, shape, params, key)
+        adapted = adapted._replace(adapters=placed(axes, adapted.adapters))
+    params = placed(axes, params)
+    return Policy(folder, shape, tokenizer, params, jnp.dtype(config.model.dtype), adapted)
 
 
 def check_length(
@@ -119,14 +154,20 @@ def resolve(config: Config) -> Config:
     if model.dtype == "auto":
         dtype = "float32" if this_device().platform == "cpu" else "bfloat16"
         model = model.model_copy(update={"dtype": dtype})
+    adapted = {"lora": resolved_lora(config.lora)} if uses_lora(config) else {}
     if not offline(config):
         rollout = rollout.model_copy(update={"old_logprobs": old_logprobs(config)})
         if loop.mode == "auto":
             shape = read_config(checkpoint_folder(model.path))
-            small = parameter_count(shape) <= SMALL_PARAMETERS
+            small = parameter_count(shape) <= SMALL_PARAMETERS and model.frozen_memory == "device"
             mode = "fused" if small and jax.process_count() == 1 else "staged"
             loop = loop.model_copy(update={"mode": mode})
-    return config.model_copy(update={"model": model, "rollout": rollout, "loop": loop})
+        elif loop.mode == "fused" and jax.process_count() > 1:
+            raise BadInput(
+                "loop.mode: expected auto or staged on several hosts, since the verifier of a "
+                "fused step is called by one process alone; came fused."
+            )
+    return config.model_copy(update={"model": model, "rollout": rollout, "loop": loop} | adapted)
 
 
 def mesh_sizes(config: Config, *, training: bool = True) -> Sizes:
@@ -178,11 +219,13 @@ def uses_reference(config: Config) -> bool:
 
 
 def trained_params(config: Config, policy: Policy) -> PyTree:
-    """The policy's parameters, with a head for scores or values where one is trained on them."""
+    """What a run trains of the policy: its parameters or its adapters, with a head for scores or
+    values where one is trained on them."""
+    params = policy.params if policy.lora is None else policy.lora.adapters
     headed = needs_critic(config) and config.critic.kind == "head"
     if trains_scorer(config) or headed:
-        return with_value_head(policy.config, policy.params)
-    return policy.params
+        return with_value_head(policy.config, params)
+    return params
 
 
 def trains_scorer(config: Config) -> bool:
@@ -288,6 +331,7 @@ def make_learner(config: Config, policy: Policy, critic: ModelConfig | None = No
         on_policy=config.rollout.old_logprobs == "current" and not offline(config),
         samples=1 if offline(config) else config.batch.samples,
         packing=not offline(config) and config.batch.packing is not False,
+        router_aux=config.model.router_aux,
     )
 
 

@@ -48,8 +48,10 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.manager.close()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        # Closing waits for the other processes, which an error here keeps from coming.
+        if error is None or jax.process_count() == 1:
+            self.manager.close()
 
     @property
     def latest(self) -> int | None:

@@ -10,9 +10,11 @@ import numpy as np
 
 from model.errors import BadInput
 from model.load import export as export_checkpoint
+from model.lora import beside, merged
+from model.peft_format import save_adapters
 from model.score_head import export_scorer
 from model.tokenizer import check_ids
-from rlx import assemble, scorers
+from rlx import assemble, hosts, scorers
 from rlx.checkpoint import Checkpoints
 from rlx.config import load
 from rlx.evaluate import nest_greedy
@@ -20,7 +22,7 @@ from rlx.files import write_atomically
 from rlx.generate import Draw, Generator
 from rlx.heldout import Heldout
 from rlx.mesh import on_mesh
-from rlx.settings import Config
+from rlx.settings import Config, uses_lora
 from rlx.task_loading import load_task
 from rlx.tasks.files import read_json_lines
 
@@ -31,7 +33,9 @@ GENERATION_ROWS = 256
 def evaluate(config: Config) -> dict[str, Any]:
     """Held-out metrics of the checkpoint that `model.path` names, sampled as `sampling` says."""
     config = assemble.resolve(config)
-    with on_mesh(assemble.mesh_sizes(config, training=False)):
+    hosts.check_same_settings(config)
+    sizes = hosts.from_first(lambda: assemble.mesh_sizes(config, training=False))
+    with on_mesh(sizes):
         return _evaluate(config)
 
 
@@ -43,7 +47,7 @@ def _evaluate(config: Config) -> dict[str, Any]:
     counts = {"eval.final_problems": count}
     reward_model = scorers.load_reward_model(config, policy)
     heldout = Heldout(config, policy, task, keys.evaluation, counts, reward_model)
-    metrics, _ = heldout.evaluate(policy.params, count, greedy=config.eval.greedy)
+    metrics, _ = heldout.evaluate(policy.whole, count, greedy=config.eval.greedy)
     result = {"model": config.model.path, "task": config.task.name, **nest_greedy(metrics)}
     return result | ({"notes": list(heldout.notes)} if heldout.notes else {})
 
@@ -64,7 +68,9 @@ def generate(config: Config, source: Path, output: Path, count: int) -> dict[str
     limits = [own_limit(row, place, sampling.max_new_tokens) for place, row in located]
     output.parent.mkdir(parents=True, exist_ok=True)
     config = assemble.resolve(config)
-    with on_mesh(assemble.mesh_sizes(config, training=False)):
+    hosts.check_same_settings(config)
+    sizes = hosts.from_first(lambda: assemble.mesh_sizes(config, training=False))
+    with on_mesh(sizes):
         return _generate(config, located, limits, output, count)
 
 
@@ -78,6 +84,7 @@ def _generate(
     sampling = config.sampling
     keys = assemble.random_keys(config)
     policy = assemble.load_policy(config, keys.weights)
+    hosts.check_same("lines of --input", located)
     tokenizer = policy.tokenizer
     encoded = [prompt_ids(row, policy, place, sampling.max_prompt_tokens) for place, row in located]
     assemble.check_length(policy.config, encoded, max(limits))
@@ -88,7 +95,7 @@ def _generate(
         prompts=len(located),
     )
     draw = Draw(count, sampling.temperature, assemble.filters(config))
-    samples = generator(policy.params, encoded, draw, keys.evaluation, limits)
+    samples = generator(policy.whole, encoded, draw, keys.evaluation, limits)
     if not samples.finite.all():
         raise FloatingPointError(
             f"The logits of {int((~samples.finite).sum())} completions were not finite."
@@ -103,7 +110,8 @@ def _generate(
             "finish_reason": "length" if samples.truncated[row] else "stop",
         }
         lines.append(json.dumps(line) + "\n")
-    write_atomically(output, "".join(lines))
+    if hosts.first():
+        write_atomically(output, "".join(lines))
     return {
         "prompts": len(located),
         "completions": len(lines),
@@ -163,11 +171,20 @@ def own_limit(row: Mapping[str, Any], place: str, limit: int) -> int:
     return value
 
 
-def export(run: Path, step: int | None, output: Path, dtype: str) -> dict[str, Any]:
-    """Writes a run's checkpoint as a Hugging Face folder."""
+def export(run: Path, step: int | None, output: Path, dtype: str, adapter: bool) -> dict[str, Any]:
+    """Writes a run's checkpoint as a Hugging Face folder, or its adapters alone in PEFT's format.
+
+    Where a run trained adapters, the folder holds the model that they make with their base.
+    """
     if not (run / "config.yaml").exists():
         raise BadInput(f"--run: expected a run folder; there is no config.yaml in {run}.")
     config = assemble.resolve(load(run / "config.yaml", []))
+    if adapter and not uses_lora(config):
+        raise BadInput(
+            f"--adapter: expected a run with lora.rank above 0; {run} trained no adapter."
+        )
+    if adapter and dtype != "float32":
+        raise BadInput(f"--dtype: expected unset, since adapters are float32; came {dtype}.")
     keys = assemble.random_keys(config)
     policy = assemble.load_policy(config, keys.weights)
     shapes = jax.eval_shape(lambda: assemble.trained_params(config, policy))
@@ -178,6 +195,12 @@ def export(run: Path, step: int | None, output: Path, dtype: str) -> dict[str, A
             raise BadInput(f"--step: expected one of {kept.steps}; came {step}.")
         step = kept.latest if step is None else step
         weights = jax.device_get(kept.restore_params(shapes, step))
-    write = export_scorer if assemble.trains_scorer(config) else export_checkpoint
-    write(output, weights, policy.config, source=policy.folder, dtype=dtype)
+    scorer = assemble.trains_scorer(config)
+    if adapter:
+        alpha, base = policy.lora.alpha, policy.folder
+        save_adapters(output, weights, policy.config, alpha=alpha, base=base, scorer=scorer)
+    else:
+        weights = merged(beside(jax.device_get(policy.base), weights))
+        write = export_scorer if scorer else export_checkpoint
+        write(output, weights, policy.config, source=policy.folder, dtype=dtype)
     return {"step": step, "output": str(output), "dtype": dtype}

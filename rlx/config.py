@@ -22,7 +22,7 @@ from rlx.config_problems import (
 )
 from rlx.config_rules import training_problems
 from rlx.config_text import expected
-from rlx.settings import Config
+from rlx.settings import AUTO, Config, MeshSettings
 from rlx.signatures import (
     AlgorithmSettings,
     OneTerm,
@@ -115,8 +115,11 @@ def _load(
 
 
 def _standing(entries: list[Entry], given: list[Entry]) -> list[Entry]:
-    """Return the file's entries without the form of `algorithm` that the command line replaces."""
+    """Return the file's entries without what the command line replaces: the other form of
+    `algorithm`, or a mesh that is to be chosen anew."""
     paths = {entry.path for entry in given}
+    if "mesh" in paths:
+        entries = [entry for entry in entries if entry.section != "mesh"]
     if "algorithm.terms" in paths:
         return [entry for entry in entries if entry.section != "algorithm"]
     if "algorithm.name" in paths:
@@ -139,6 +142,8 @@ def _parts(section: str, chosen: dict[str, Entry]) -> dict[str, Part]:
     if base is AlgorithmSettings:
         base = SeveralTerms if "terms" in chosen else OneTerm
     whole = chosen.pop("", None)
+    if base is MeshSettings and whole and whole.value == AUTO:
+        whole = None
     if base is SeveralTerms:
         parts = _terms(chosen)
     elif base in NAMES:
@@ -146,8 +151,9 @@ def _parts(section: str, chosen: dict[str, Entry]) -> dict[str, Part]:
     else:
         parts = {section: Part(chosen, base)}
     if whole:
+        auto = f"{AUTO}, or " if base is MeshSettings else ""
         problem = (
-            f"{section} ({whole.origin}): expected settings under it, such as "
+            f"{section} ({whole.origin}): expected {auto}settings under it, such as "
             f"{section}.{next(iter(base.model_fields))}; came {shown(whole.value)}"
         )
         part = parts[section]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from rlx.config_problems import Problem, ignored, is_set, keys_of
 from rlx.rollout_rules import rollout_problems
-from rlx.settings import Config, offline, rows, source, terms, unit, updates
+from rlx.settings import Config, offline, rows, source, terms, unit, updates, uses_lora
 from rlx.term_rules import term_problems
 
 
@@ -18,6 +18,8 @@ def training_problems(config: Config) -> Iterator[Problem]:
     for problem in (problem for rule in rules for problem in rule(config)):
         # Which terms there are decides over all of these.
         yield problem._replace(keys=(*problem.keys, "algorithm"))
+    yield from _lora(config)
+    yield from _frozen(config)
     yield from _optimizer(config)
     yield from _loop(config)
     yield from _evaluation(config)
@@ -76,10 +78,40 @@ def _batch(config: Config) -> Iterator[Problem]:
         )
 
 
+def _lora(config: Config) -> Iterator[Problem]:
+    shape = ["lora.alpha", "lora.targets"]
+    if not uses_lora(config):
+        causes = ("lora.rank", "lora.adapter")
+        yield from ignored(config, [*shape, "lora.base_dtype"], "lora.rank is 0", *causes)
+    elif config.lora.adapter:
+        because = "the adapter in lora.adapter decides it"
+        yield from ignored(config, ["lora.rank", *shape], because, "lora.adapter")
+    targets = config.lora.targets
+    if len(set(targets)) < len(targets):
+        yield Problem(
+            ("lora.targets",), f"expected each projection once; came {', '.join(targets)}"
+        )
+
+
+def _frozen(config: Config) -> Iterator[Problem]:
+    reads = [term for term in terms(config) if term.row.bind(**term.hyper).uses_reference()]
+    reward = config.reward
+    if not reads and (offline(config) or (reward.kl == "none" and reward.source == "verifier")):
+        settings = ["model.frozen_dtype", "model.frozen_memory"]
+        because = "the run has neither a reference nor a reward model"
+        yield from ignored(config, settings, because, "algorithm", "reward.kl", "reward.source")
+    if config.model.frozen_memory == "host" and config.loop.mode == "fused":
+        yield Problem(
+            ("model.frozen_memory", "loop.mode"),
+            "expected device, since in one program with the update (loop.mode=fused) the copy may "
+            "stay on the device; came host",
+        )
+
+
 def _optimizer(config: Config) -> Iterator[Problem]:
     optimizer, total = config.optimizer, updates(config)
     if optimizer.name == "sgd":
-        moments = [f"optimizer.{key}" for key in ("b1", "b2", "eps", "weight_decay")]
+        moments = [f"optimizer.{key}" for key in ("b1", "b2", "eps", "weight_decay", "state_dtype")]
         yield from ignored(config, moments, "sgd has no such term", "optimizer.name")
     if optimizer.schedule == "constant":
         yield from ignored(

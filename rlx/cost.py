@@ -29,6 +29,7 @@ class Forward(NamedTuple):
     projections: float
     """Query, key, value and output."""
     feed_forward: float
+    """Of a model with experts: the router's, and of each token's own experts."""
     attention: float
     head: float
 
@@ -63,10 +64,18 @@ def forward_flops(
         pairs += rows * prompt * completion if samples == 1 else 0
     return Forward(
         projections=2.0 * c.num_layers * tokens * c.hidden_size * width,
-        feed_forward=2.0 * c.num_layers * tokens * 3 * c.hidden_size * c.intermediate_size,
+        feed_forward=2.0 * c.num_layers * tokens * _feed_forward_size(c, c.experts_per_token),
         attention=4.0 * c.num_layers * pairs * c.num_heads * c.head_dim,
         head=2.0 * rows * completion * c.hidden_size * c.vocab_size,
     )
+
+
+def _feed_forward_size(config: ModelConfig, experts: int | float) -> int | float:
+    """Numbers in a layer's feed-forward kernels; or in the router's and in so many experts'."""
+    if not config.num_experts:
+        return 3 * config.hidden_size * config.intermediate_size
+    width = config.hidden_size
+    return width * config.num_experts + experts * 3 * width * config.expert_size
 
 
 def update_flops(forward: Forward, *, remat: bool = False, chunked: bool = True) -> float:
@@ -89,10 +98,17 @@ def rollout_bytes(
     itemsize: int = 4,
 ) -> float:
     """Least that decoding reads: at every step the weights, each prompt's keys and values once,
-    and each row's own so far. `itemsize` is that of weights and cache, in bytes."""
+    and each row's own so far. `itemsize` is that of weights and cache, in bytes.
+
+    Of a model with experts, as many of a layer's as `rows` tokens choose on average if all are
+    chosen alike: E (1 - (1 - k/E)^rows).
+    """
     c = config
     layer = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
-    layer += 3 * c.hidden_size * c.intermediate_size
+    chosen = 0.0
+    if c.num_experts:
+        chosen = c.num_experts * (1 - (1 - c.experts_per_token / c.num_experts) ** rows)
+    layer += _feed_forward_size(c, chosen)
     weights = c.num_layers * layer + c.vocab_size * c.hidden_size
     columns = completion * (rows / samples * prompt) + rows * completion * (completion + 1) / 2
     cached = 2 * c.num_layers * c.num_kv_heads * c.head_dim * columns

@@ -10,9 +10,10 @@ from model.errors import BadInput
 from model.heads import last_scores
 from model.sample import Samples
 from model.sharding import batch_shards, round_up, whole
-from rlx import assemble
+from rlx import assemble, hosts
 from rlx.data import encode_prompts, prompt_pool
 from rlx.evaluate import HEADLINES, Completion, summarise, summarise_rewards
+from rlx.frozen import on_device
 from rlx.generate import Draw, Generator
 from rlx.rewards.score import Score
 from rlx.rollout import Prompts, whole_rows
@@ -46,6 +47,7 @@ class Heldout:
             long_prompts=sampling.long_prompts,
             count=max(counts.values()),
         )
+        hosts.check_same("held-out problems", encoded)
         for name, count in counts.items():
             if count > len(self.rows):
                 raise BadInput(
@@ -134,11 +136,14 @@ class Heldout:
             return self.scorer(samples, problems)
         found: list[Score | None] = [None] * len(texts)
         (whole,) = np.nonzero(samples.finite)
+        # Every process has all texts, and verifies some.
+        own = whole[jax.process_index() :: jax.process_count()]
         scores = self.verifier.score_texts(
-            [texts[i] for i in whole], problems[whole].tolist(), place="held-out row"
+            [texts[i] for i in own], problems[own].tolist(), place="held-out row"
         )
-        for i, score in zip(whole, scores, strict=True):
-            found[i] = score
+        for places, scored in hosts.gathered((own, scores)):
+            for i, score in zip(places, scored, strict=True):
+                found[i] = score
         return found
 
 
@@ -152,7 +157,7 @@ class Scorer:
         model = reward_model.model
         self.run = jax.jit(
             lambda params, pool, problems, samples: whole(
-                last_scores(model, params, *whole_rows(pool, problems, samples))
+                last_scores(model, on_device(params), *whole_rows(pool, problems, samples))
             )
         )
 

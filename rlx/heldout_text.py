@@ -4,7 +4,6 @@ Rows pass in micro-batches of the learner's own size, the last one filled up wit
 shape, one program, whatever the number of rows.
 """
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from model.heads import Outputs
+from model.sharding import whole
 from rlx.algorithms.record import clean
 from rlx.evaluate import HEADLINES, Completion, summarise_pairs, summarise_texts
 from rlx.types import Batch, Mean
@@ -34,7 +34,7 @@ class _Given:
         self.data = data
         width = data.mask.shape[1]
         self.outputs = jax.jit(
-            lambda params, tokens, positions: forward(learner, params, {}, tokens, positions, width)
+            lambda params, *text: whole(forward(learner, params, {}, *text, width))
         )
 
     @property
@@ -72,7 +72,7 @@ class HeldoutPairs(_Given):
             scored = [outputs.logprobs for outputs, _ in self.pieces(reference, self.count)]
             scored = jnp.concatenate(scored)[: self.count]
             self.data = data._replace(ref_logprobs=scored)
-        self.measure = jax.jit(functools.partial(pair_metrics, learner))
+        self.measure = jax.jit(lambda *piece: whole(pair_metrics(learner, *piece)))
 
     def evaluate(
         self, params: PyTree, count: int, *, greedy: bool
@@ -95,7 +95,7 @@ class HeldoutTexts(_Given):
 
     def __init__(self, learner: Learner, data: Batch):
         super().__init__(learner._replace(critic=None), data)
-        self.measure = jax.jit(row_losses)
+        self.measure = jax.jit(lambda *piece: whole(row_losses(*piece)))
 
     def evaluate(
         self, params: PyTree, count: int, *, greedy: bool

@@ -18,18 +18,20 @@ import jax
 
 from model.errors import BadInput
 from model.load import export
+from model.lora import merged
+from model.peft_format import save_adapters
 from model.score_head import export_scorer, padding
-from rlx import assemble
+from rlx import assemble, hosts
 from rlx.background import Background
 from rlx.checkpoint import Checkpoints
 from rlx.compilation import Compilation
 from rlx.config import ConfigError, load, resolved_yaml
 from rlx.evaluate import change_told, nest_greedy
 from rlx.measure import make_evaluation
-from rlx.mesh import abstract, on_mesh
+from rlx.mesh import Sizes, abstract, on_mesh, this_hardware, told
 from rlx.record import Record
 from rlx.report.html import write_report
-from rlx.report.metrics import RESERVED, MetricsWriter, read_lines
+from rlx.report.metrics import RESERVED, MetricsWriter, Unwritten, read_lines
 from rlx.report.progress import Progress, clock_time
 from rlx.scorers import load_reward_model
 from rlx.settings import Config, offline, terms
@@ -54,6 +56,10 @@ MAY_CHANGE = {
     "mesh.data",
     "mesh.fsdp",
     "mesh.tensor",
+    "hosts.join",
+    "hosts.coordinator",
+    "hosts.count",
+    "hosts.index",
 }
 """Settings that a resumed run may have anew. The others decide what is computed or compared."""
 
@@ -118,14 +124,17 @@ def check_resume(config: Config, folder: Path) -> None:
 def train(config: Config, stream: TextIOBase) -> dict[str, Any]:
     """A whole run; returns what summary.json holds. Progress goes to `stream`."""
     config = assemble.resolve(config)
-    sizes = assemble.mesh_sizes(config)
+    hosts.check_same_settings(config)
+    # Devices of one kind may differ a little in their memory.
+    sizes = hosts.from_first(lambda: assemble.mesh_sizes(config))
     with on_mesh(sizes), Compilation() as compilation:
         return _train(assemble.with_mesh(config, sizes), stream, compilation)
 
 
 def _train(config: Config, stream: TextIOBase, compilation: Compilation) -> dict[str, Any]:
     begun = time.monotonic()
-    folder = run_folder(config)
+    folder = hosts.from_first(lambda: run_folder(config))
+    hosts.check_shared(folder)
 
     # ---- the parts -------------------------------------------------------------------------
     keys = assemble.random_keys(config)
@@ -168,14 +177,18 @@ def _train(config: Config, stream: TextIOBase, compilation: Compilation) -> dict
             del state
             state = checkpoints.restore(shapes)
             step = int(state.step)
-        (folder / "config.yaml").write_text(resolved_yaml(config))
-        writer = stack.enter_context(
-            MetricsWriter(
-                folder,
-                tensorboard=config.log.tensorboard,
-                resume_step=step if config.run.resume else None,
+        before = hosts.from_first(lambda: first_evaluation(folder))
+        if hosts.first():
+            (folder / "config.yaml").write_text(resolved_yaml(config))
+            writer = stack.enter_context(
+                MetricsWriter(
+                    folder,
+                    tensorboard=config.log.tensorboard,
+                    resume_step=step if config.run.resume else None,
+                )
             )
-        )
+        else:
+            writer = Unwritten()
         interrupt = stack.enter_context(Interrupt())
         chunk = config.loop.chunk
         deadline = begun + config.loop.max_seconds if config.loop.max_seconds else math.inf
@@ -184,31 +197,35 @@ def _train(config: Config, stream: TextIOBase, compilation: Compilation) -> dict
         )
         record = Record(config, heldout, stepper, policy.tokenizer, writer, progress, compilation)
         background = stack.enter_context(Background())
+        if (hardware := this_hardware()).devices > 1:
+            progress.note(told(Sizes(**config.mesh.model_dump()), hardware))
         for note in (*stepper.notes, *heldout.notes):
             progress.note(note)
 
         # ---- before ------------------------------------------------------------------------
         final, greedy = config.eval.final_problems, config.eval.greedy
-        before = first_evaluation(folder)
         if before is None:
             progress.note(f"{folder}: evaluating on at most {final} held-out problems")
-            before = record.evaluate(step, state.params, None, final, greedy=greedy)
+            before = record.evaluate(step, stepper.whole(state), None, final, greedy=greedy)
 
         # ---- chunks ------------------------------------------------------------------------
         preview, saved = None, step
         finished = step >= config.loop.steps
-        while not finished and not interrupt.wanted:
+        while not finished and not hosts.anywhere(interrupt.wanted):
             record.begin()
             length = chunk - step % chunk
             state, stacked, preview = stepper.run(state, length)
             background.run(record.write, record.end(step, length, jax.device_get(stacked)))
             step += length
-            finished = step >= config.loop.steps or time.monotonic() >= deadline
+            late = config.loop.max_seconds and hosts.anywhere(time.monotonic() >= deadline)
+            finished = step >= config.loop.steps or late
             score = None
             if not finished and config.eval.every and step % config.eval.every == 0:
                 problems = config.eval.problems
                 background.join()
-                metrics = record.evaluate(step, state.params, preview, problems, greedy=False)
+                metrics = record.evaluate(
+                    step, stepper.whole(state), preview, problems, greedy=False
+                )
                 score = metrics[heldout.headline]
             if not finished and config.checkpoint.every and step % config.checkpoint.every == 0:
                 background.join()
@@ -221,14 +238,27 @@ def _train(config: Config, stream: TextIOBase, compilation: Compilation) -> dict
             checkpoints.save(state, None)
         after = None
         if finished:
-            after = record.evaluate(step, state.params, preview, final, greedy=greedy)
-            weights = jax.device_get(state.params)
-            write = export_scorer if assemble.trains_scorer(config) else export
-            write(folder / "hf", weights, policy.config, source=policy.folder)
+            after = record.evaluate(step, stepper.whole(state), preview, final, greedy=greedy)
+            weights = hosts.to_first(stepper.whole(state))
+            adapters = None if policy.lora is None else hosts.to_first(state.params)
+            scorer = assemble.trains_scorer(config)
+            if hosts.first():
+                write = export_scorer if scorer else export
+                write(folder / "hf", merged(weights), policy.config, source=policy.folder)
+            if hosts.first() and adapters is not None:
+                save_adapters(
+                    folder / "adapter",
+                    adapters,
+                    policy.config,
+                    alpha=policy.lora.alpha,
+                    base=policy.folder,
+                    scorer=scorer,
+                )
             if stepper.critic is not None:
-                weights = jax.device_get(state.critic)
+                weights = hosts.to_first(state.critic)
                 shape, source = stepper.critic.config, stepper.critic.folder
-                export_scorer(folder / "critic", weights, shape, source=source)
+                if hosts.first():
+                    export_scorer(folder / "critic", weights, shape, source=source)
         else:
             progress.note(f"stopped at step {step}; run.resume=true run.dir={folder} goes on")
         checkpoints.wait()
@@ -244,11 +274,12 @@ def _train(config: Config, stream: TextIOBase, compilation: Compilation) -> dict
             "compile_seconds": compilation.seconds(),
             "checkpoint": str(folder / "checkpoints" / str(step)),
             "hf": str(folder / "hf") if finished else None,
+            **({"adapter": str(folder / "adapter")} if finished and policy.lora else {}),
             "run": str(folder),
         }
         writer.write_summary(summary)
-    report = write_report(folder)
-    print(closing(summary, report), file=stream)
+    if hosts.first():
+        print(closing(summary, write_report(folder)), file=stream)
     return summary
 
 

@@ -27,7 +27,7 @@ def make_evaluation(
     by samples of the task's held-out problems. `counts` are the numbers that will be asked for."""
     if source(config) == "pairs":
         data, _ = given_text(config, policy, task, heldout=True)
-        reference = policy.params if assemble.uses_reference(config) else None
+        reference = policy.whole if assemble.uses_reference(config) else None
         return HeldoutPairs(learner, with_signals(data, learner), reference)
     if source(config) == "texts" and task.heldout_conversations:
         data, _ = given_text(config, policy, task, heldout=True)

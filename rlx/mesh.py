@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 from model.config import ModelConfig
 from model.errors import BadInput
 from model.sharding import AXES, ParameterAxes, mesh_sizes, shardings
+from rlx.hosts import check_same_data
 from rlx.settings import Config, MeshSettings, offline, rows, unit
 
 TRAINED_BYTES = 16
@@ -101,16 +102,23 @@ def _cost(sizes: Sizes, parameters: int, hardware: Hardware) -> tuple:
     """What is to be small, the first thing first."""
     room = SHARE * hardware.memory if hardware.memory else None
     if room is None:
-        crowded = (False, False)
+        crowded = (1.0, 1.0)
     else:
+        # Where nothing fits, what is nearest to it.
         crowded = (
-            parameters * SAMPLED_BYTES / sizes.tensor > room,
-            parameters * TRAINED_BYTES / (sizes.fsdp * sizes.tensor) > room,
+            max(1.0, parameters * SAMPLED_BYTES / sizes.tensor / room),
+            max(1.0, parameters * TRAINED_BYTES / (sizes.fsdp * sizes.tensor) / room),
         )
     # Gathering a layer's parameters is for a host's own links where it can be.
     each = hardware.devices // hardware.hosts
     across = hardware.hosts > 1 and (sizes.fsdp * sizes.tensor) % each > 0
     return *crowded, sizes.tensor, across, sizes.fsdp if room else sizes.data
+
+
+def told(sizes: Sizes, hardware: Hardware) -> str:
+    """The mesh of a run, for its log."""
+    spare = "" if sizes.devices == hardware.devices else f" of {hardware.devices}"
+    return f"mesh {sizes} ({sizes.devices}{spare} devices)"
 
 
 def asked(wanted: MeshSettings) -> str:
@@ -133,7 +141,7 @@ def obstacles(
 
     def divide(what: str, size: int, setting: str, by: int) -> None:
         if size % by:
-            fault = f"{setting}={by} does not divide {what}, {size}"
+            fault = f"{setting} = {by} does not divide {what}, {size}"
             faults.extend([] if fault in faults else [fault])
 
     for shape in shapes:
@@ -143,6 +151,10 @@ def obstacles(
             "intermediate_size": shape.intermediate_size,
             "vocab_size": shape.vocab_size,
         }
+        if shape.num_experts:
+            # Experts are not cut: each device has some of them.
+            parts.pop("intermediate_size")
+            parts["num_experts"] = shape.num_experts
         for name, size in parts.items():
             divide(f"the model's {name}", size, "mesh.tensor", sizes.tensor)
         divide("the model's hidden_size", shape.hidden_size, "mesh.fsdp", sizes.fsdp)
@@ -181,7 +193,8 @@ def current() -> Mesh | None:
 
 
 def placed(axes: ParameterAxes, tree: PyTree) -> PyTree:
-    """Arrays of the host on the devices: each gets its part alone. Without a mesh, on the first."""
+    """Arrays of the host on the devices: each gets its part alone. Without a mesh, on the first.
+    What lies on the mesh already moves from device to device."""
     mesh = current()
     if mesh is None:
         return jax.tree.map(jax.numpy.asarray, tree)
@@ -194,10 +207,13 @@ def everywhere(tree: PyTree) -> PyTree:
     if mesh is None:
         return jax.tree.map(jax.numpy.asarray, tree)
     sharding = NamedSharding(mesh, PartitionSpec())
+    check_same_data(tree)
     return jax.tree.map(lambda x: _from_host(x, sharding), tree)
 
 
-def _from_host(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+def _from_host(x: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
+    if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1:
+        return jax.device_put(x, sharding)
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         words = _from_host(np.asarray(jax.random.key_data(x)), sharding)
         return jax.random.wrap_key_data(words)

@@ -6,6 +6,7 @@ import jax
 import optax
 from jaxtyping import PyTree
 
+from rlx.optimizer_state import scale_by_adam
 from rlx.settings import OptimizerSettings
 
 
@@ -29,13 +30,10 @@ def schedule(optimizer: OptimizerSettings, total: int) -> Callable:
 def make_optimizer(optimizer: OptimizerSettings, rate: Callable) -> optax.GradientTransformation:
     """Clipping by global norm, then AdamW or plain SGD. Biases and norms don't decay."""
     rules = {
-        "adamw": lambda: optax.adamw(
-            rate,
-            optimizer.b1,
-            optimizer.b2,
-            optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-            mask=matrices,
+        "adamw": lambda: optax.chain(
+            scale_by_adam(optimizer.b1, optimizer.b2, optimizer.eps, optimizer.state_dtype),
+            optax.add_decayed_weights(optimizer.weight_decay, matrices),
+            optax.scale_by_learning_rate(rate),
         ),
         "sgd": lambda: optax.sgd(rate),
     }
@@ -60,7 +58,6 @@ def apart(
 
 
 def matrices(params: PyTree) -> PyTree:
-    """True for kernels and embeddings."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: path[-1].key in ("kernel", "embedding"), params
-    )
+    """True for kernels, embeddings and adapters."""
+    names = ("kernel", "embedding", "lora_a", "lora_b")
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in names, params)

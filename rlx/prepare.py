@@ -12,6 +12,7 @@ from model.sharding import split_rows, whole
 from rlx import ops
 from rlx.advantages import mixed, pair_order, reorder
 from rlx.algorithms import Algorithm
+from rlx.frozen import on_device
 from rlx.replay import exchange
 from rlx.rollout import Pending, Prompts, Sampling, finish_metrics, whole_rows
 from rlx.shaping import Shaping, shape
@@ -24,6 +25,8 @@ class Frozen(NamedTuple):
 
     reference: PyTree | None = None
     reward_model: PyTree | None = None
+    base: PyTree | None = None
+    """What the policy's adapters are beside (model/lora.py); None where all of it is trained."""
 
 
 class Plan(NamedTuple):
@@ -83,7 +86,7 @@ def score_text(
         )
     if frozen.reference is not None:
         policy = learner._replace(critic=None)
-        ref = score_completions(policy, frozen.reference, {}, *rows).logprobs
+        ref = score_completions(policy, on_device(frozen.reference), {}, *rows).logprobs
         scored = scored._replace(ref_logprobs=ref)
     return scored
 

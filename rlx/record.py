@@ -7,11 +7,11 @@ import jax
 from jaxtyping import PyTree
 
 from model.tokenizer import Tokenizer
-from rlx import ops
+from rlx import hosts, ops
 from rlx.compilation import Compilation, give_back_memory
 from rlx.evaluate import Evaluation, told
 from rlx.prepare import Preview
-from rlx.report.metrics import MetricsWriter
+from rlx.report.metrics import MetricsWriter, Unwritten
 from rlx.report.progress import Progress, Watch, compilation_told
 from rlx.rewards.host import HostVerifier
 from rlx.samples import heldout_samples, training_samples
@@ -55,7 +55,7 @@ class Record:
         heldout: Evaluation,
         stepper: Stepper,
         tokenizer: Tokenizer,
-        writer: MetricsWriter,
+        writer: MetricsWriter | Unwritten,
         progress: Progress,
         compilation: Compilation,
     ):
@@ -137,4 +137,8 @@ class Record:
 
 
 def _failure(verifier: HostVerifier | None) -> str:
-    return verifier.last_failure if verifier is not None and verifier.failures else ""
+    """On whichever process."""
+    if verifier is None:
+        return ""
+    own = verifier.last_failure if verifier.failures else ""
+    return next(filter(None, hosts.gathered(own)), "")

@@ -10,10 +10,12 @@ from model.config import ModelConfig, read_config
 from model.errors import BadInput
 from model.heads import with_value_head
 from model.load import load_params
-from model.qwen import Qwen, cast, parameter_axes
+from model.lora import merged
+from model.qwen import Qwen, parameter_axes
 from model.score_head import is_scorer, load_scorer
 from model.tokenizer import load_tokenizer
 from rlx import assemble
+from rlx.frozen import freeze
 from rlx.mesh import placed
 from rlx.settings import Config
 
@@ -23,7 +25,7 @@ class RewardModel(NamedTuple):
 
     model: Qwen
     params: PyTree
-    """With a `value_head`, in the compute dtype."""
+    """With a `value_head`, as `freeze` keeps them."""
 
 
 class Critic(NamedTuple):
@@ -44,7 +46,9 @@ def load_critic(config: Config, policy: assemble.Policy) -> Critic | None:
     if not assemble.needs_critic(config) or config.critic.kind == "head":
         return None
     if not config.critic.path:
-        trunk = {name: leaf for name, leaf in policy.params.items() if name != "lm_head"}
+        trunk = {name: leaf for name, leaf in merged(policy.whole).items() if name != "lm_head"}
+        # All of it is trained, whatever the base of the policy's adapters lies in.
+        trunk = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), trunk)
         return Critic(policy.folder, policy.config, with_value_head(policy.config, trunk))
     folder = assemble.checkpoint_folder(config.critic.path, "critic.path")
     check_same_tokens("critic.path", folder, policy)
@@ -65,7 +69,8 @@ def load_reward_model(config: Config, policy: assemble.Policy) -> RewardModel | 
     check_same_tokens("reward.model", folder, policy)
     shape = read_config(folder)
     params = placed(parameter_axes(shape), load_scorer(folder, shape))
-    return RewardModel(assemble.network(config, shape, policy.dtype), cast(params, policy.dtype))
+    model = assemble.network(config, shape, policy.dtype)
+    return RewardModel(model, freeze(config, params, policy.dtype))
 
 
 def check_same_tokens(setting: str, folder: Path, policy: assemble.Policy) -> None:

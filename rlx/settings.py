@@ -9,10 +9,12 @@ from typing import Any, Literal
 
 from pydantic import Field, SerializeAsAny
 
+from model.lora import TARGETS
 from model.quantize import Stored
 from rlx.algorithms.critic import value
 from rlx.algorithms.record import hyper_parameters
 from rlx.corrections import CORRECTIONS
+from rlx.optimizer_state import StateDtype
 from rlx.signatures import (
     AlgorithmSettings,
     ChosenTerm,
@@ -54,6 +56,43 @@ class ModelSettings(Section):
         "auto",
         description="over rows that are in no stream: cudnn and tpu are fused kernels; auto: the "
         "device's, where it can compute the model, else plain",
+    )
+    router_aux: float = Field(
+        0.0,
+        ge=0,
+        le=10,
+        description="weight of the loss that evens out the load of a policy's experts; 0: off, "
+        "and so it must be for models without experts",
+    )
+    frozen_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="in which a reference and a reward model are kept; auto: model.dtype",
+    )
+    frozen_memory: Literal["device", "host"] = Field(
+        "device",
+        description="where they are kept; host: in pinned host memory, copied to the device by "
+        "each program that scores with them",
+    )
+
+
+class LoraSettings(Section):
+    """Low-rank adapters beside a frozen base, of which they alone are trained."""
+
+    rank: int = Field(0, ge=0, description="of the adapters; 0: off, all parameters are trained")
+    alpha: float | None = Field(
+        None, gt=0, description="adapters count alpha / rank; null: twice the rank"
+    )
+    targets: tuple[Literal[*TARGETS], ...] = Field(
+        tuple(TARGETS), min_length=1, description="projections that are adapted"
+    )
+    base_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="what the frozen base lies in; auto: bfloat16 on accelerators, float32 on CPU",
+    )
+    adapter: str = Field(
+        "",
+        description="folder in PEFT's format that the run begins from, and that decides rank, "
+        "alpha and targets; empty: fresh adapters",
     )
 
 
@@ -203,6 +242,11 @@ class OptimizerSettings(Section):
     b2: float = Field(0.999, ge=0, lt=1, description="decay of the second moment; adamw")
     eps: float = Field(1e-8, gt=0, le=1, description="added to the second moment's root; adamw")
     weight_decay: float = Field(0.0, ge=0, le=1, description="decoupled; adamw")
+    state_dtype: StateDtype = Field(
+        "float32",
+        description="how both moments lie in memory, at 8, 4 or about 2 bytes a parameter; int8: "
+        "with a scale a block; adamw",
+    )
     clip_norm: float = Field(1.0, ge=0, description="largest global norm of a gradient; 0: off")
     warmup_steps: int = Field(
         0, ge=0, description="optimizer updates to the peak; the first already takes peak/warmup"
@@ -256,8 +300,11 @@ class LoopSettings(Section):
     )
 
 
+AUTO = "auto"
+
+
 class MeshSettings(Section):
-    """`mesh: auto` in a recipe is all three at 0."""
+    """`mesh: auto` is all three at 0."""
 
     data: int = Field(0, ge=0, description="devices that each compute rows of their own; 0: chosen")
     fsdp: int = Field(
@@ -271,6 +318,23 @@ class MeshSettings(Section):
         ge=0,
         description="devices that compute the same rows, each a part of the heads, the "
         "feed-forward width and the vocabulary; 0: chosen",
+    )
+
+
+class HostSettings(Section):
+    """Of several processes, each on a host of its own, the same command starts all."""
+
+    join: Literal["auto", "never"] = Field(
+        "auto",
+        description="auto: with the processes that coordinator, count and index name, or those of "
+        "Cloud TPU, Slurm, Open MPI or a Kubernetes job; never: this process alone",
+    )
+    coordinator: str = Field("", description="host:port of the first process; empty: as detected")
+    count: int = Field(0, ge=0, description="processes; with hosts.coordinator only")
+    index: int | None = Field(
+        None,
+        ge=0,
+        description="this process's number, from 0; null: what the variable RLX_HOST_INDEX holds",
     )
 
 
@@ -303,6 +367,7 @@ class Config(Section):
 
     run: RunSettings = RunSettings()
     model: ModelSettings = ModelSettings()
+    lora: LoraSettings = LoraSettings()
     task: SerializeAsAny[TaskSettings] = Field(default_factory=_default(TaskSettings))
     sampling: SamplingSettings = SamplingSettings()
     algorithm: SerializeAsAny[AlgorithmSettings] = Field(default_factory=_default(OneTerm))
@@ -313,6 +378,7 @@ class Config(Section):
     critic: CriticSettings = CriticSettings()
     loop: LoopSettings = LoopSettings()
     mesh: MeshSettings = MeshSettings()
+    hosts: HostSettings = HostSettings()
     eval: EvalSettings = EvalSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     log: LogSettings = LogSettings()
@@ -328,6 +394,11 @@ def terms(config: Config) -> tuple[ChosenTerm, ...]:
 def source(config: Config) -> str:
     """What the run learns from: `rollouts`, `pairs` or `texts`."""
     return terms(config)[0].row.source
+
+
+def uses_lora(config: Config) -> bool:
+    """Whether adapters are trained beside a frozen base."""
+    return bool(config.lora.rank or config.lora.adapter)
 
 
 def offline(config: Config) -> bool:

@@ -8,11 +8,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from model.errors import BadInput
+from model.lora import beside
 from model.tokenizer import Tokenizer
 from rlx import assemble
 from rlx.data import chat_rows, encode_prompts, preference_pairs, prompt_pool, worked_examples
+from rlx.frozen import freeze_reference
 from rlx.mesh import everywhere
 from rlx.mixture import begin
 from rlx.prepare import Frozen
@@ -63,6 +66,12 @@ class Stepper(NamedTuple):
     """A critic of its own, as it began, without parameters."""
     notes: tuple[str, ...] = ()
     """What a person should know of the data before the run."""
+    base: PyTree | None = None
+    """What the state's params are beside, where they are adapters."""
+
+    def whole(self, state: TrainState) -> PyTree:
+        """The policy's parameters as the model reads them."""
+        return beside(self.base, state.params)
 
 
 def online_stepper(
@@ -85,8 +94,7 @@ def online_stepper(
             )
     assemble.check_length(policy.config, encoded, config.sampling.max_new_tokens)
     pool = everywhere(prompt_pool(encoded, tokenizer.pad_id, keys.order))
-    # The reference is the policy where it began; it is kept only where something reads it.
-    reference = policy.params if assemble.uses_reference(config) else None
+    reference = _reference(config, policy)
     critic = load_critic(config, policy)
     learner = assemble.make_learner(config, policy, critic and critic.config)
     for setting, scorer in (
@@ -102,7 +110,7 @@ def online_stepper(
         components, verdicts = verifier.components, task.verdicts
     mix = assemble.make_mix(config, task, task.train)
     plan = assemble.make_plan(config, policy, learner, components, verdicts, mix)
-    frozen = Frozen(reference, reward_model and reward_model.params)
+    frozen = Frozen(reference, reward_model and reward_model.params, policy.base)
     stopwatch = Stopwatch()
     micro = learner.micro
     if config.loop.mode == "fused":
@@ -142,6 +150,7 @@ def online_stepper(
         components,
         critic and critic._replace(params=None),
         (*task.notes, *left_out),
+        policy.base,
     )
 
 
@@ -159,14 +168,15 @@ def offline_stepper(
     step = offline_run(learner, config.batch.prompts)
     data, order = everywhere((data, keys.order))
     pool = Prompts(data.tokens[::unit], data.positions[::unit], order)
-    reference = policy.params if assemble.uses_reference(config) else None
+    reference, base = _reference(config, policy), policy.base
 
     def run(state, length):
-        state, metrics = step(state, reference, pool, data, length=length)
+        state, metrics = step(state, reference, pool, data, length=length, base=base)
         return state, metrics, None
 
     state = initial_state(assemble.trained_params(config, policy), learner, keys.steps)
-    return Stepper(run, learner, state, Stopwatch(), None, (), (), None, (*task.notes, *notes))
+    notes = (*task.notes, *notes)
+    return Stepper(run, learner, state, Stopwatch(), None, (), (), None, notes, base)
 
 
 def given_text(
@@ -247,6 +257,14 @@ def with_signals(data: Batch, learner: Learner) -> Batch:
         for term in learner.terms
     )
     return data._replace(signals=tuple(signals))
+
+
+def _reference(config: Config, policy: assemble.Policy) -> PyTree | None:
+    """The policy where it began; None where nothing reads it. Beside adapters that are trained it
+    is their very base."""
+    if not assemble.uses_reference(config):
+        return None
+    return freeze_reference(config, policy.whole, policy.dtype)
 
 
 def _check_count(config: Config, count: int, what: str) -> None:

@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
+from model.lora import beside
 from model.sharding import mesh_sizes, split_parameters
 from rlx import ops
+from rlx.frozen import on_device
 from rlx.mesh import everywhere
 from rlx.prepare import Frozen, Plan, Preview, Scored, make_batch, prepare, score_samples
 from rlx.probe import choose_probed, complete_probed, rest, wide
@@ -88,16 +90,17 @@ def step(
 ) -> tuple[TrainState, tuple[Metrics, Preview]]:
     """Sample, reward, advantages, update: one step of on-line learning."""
     key, sample_key, shuffle_key = jax.random.split(state.key, 3)
+    acting = state._replace(params=beside(frozen.base, state.params))
     if plan.sampling.probe or plan.sampling.dynamic:
         collect = collect_probed if plan.sampling.probe else collect_rounds
-        pending = collect(plan.sampling, stages, state, frozen, pool, sample_key)
-        prepared = stages.prepare(plan, state, frozen, pending)
+        pending = collect(plan.sampling, stages, acting, frozen, pool, sample_key)
+        prepared = stages.prepare(plan, acting, frozen, pending)
     else:
-        pending, scored = collect_all(plan, stages, state, frozen, pool, sample_key)
-        prepared = stages.make_batch(plan, state, pending, scored)
+        pending, scored = collect_all(plan, stages, acting, frozen, pool, sample_key)
+        prepared = stages.make_batch(plan, acting, pending, scored)
     batch, preview, memory, metrics = prepared
     state = state._replace(key=key, cursor=pending.cursor, memory=memory)
-    state, update_metrics = stages.update(plan.learner, state, batch, shuffle_key)
+    state, update_metrics = stages.update(plan.learner, state, batch, shuffle_key, frozen.base)
     state = state._replace(step=state.step + 1)
     return state, (metrics | update_metrics | counters(state), preview)
 
@@ -182,6 +185,7 @@ def offline_step(
     pool: Prompts,
     data: Batch,
     count: int,
+    base: PyTree | None = None,
 ) -> tuple[TrainState, Metrics]:
     """One step on given text: the next `count` units of `data` (rows, or pairs of rows), in the
     order that `pool` gives, which has a prompt for each unit."""
@@ -192,10 +196,11 @@ def offline_step(
     batch = jax.tree.map(lambda x: x[rows], data)
     if reference is not None:
         width = batch.mask.shape[1]
+        reference = on_device(reference)
         scored = score_rows(learner, reference, {}, batch.tokens, batch.positions, width)
         batch = batch._replace(ref_logprobs=scored.logprobs)
     state = state._replace(key=key, cursor=draw.cursor)
-    state, metrics = update(learner, state, batch, shuffle_key)
+    state, metrics = update(learner, state, batch, shuffle_key, base)
     metrics["tokens"] = ops.scalar_metric(jnp.sum(batch.mask))
     state = state._replace(step=state.step + 1)
     return state, metrics | counters(state)
@@ -300,12 +305,13 @@ def _as_it_is(results: PyTree) -> PyTree:
 
 
 def offline_run(learner: Learner, count: int) -> Callable:
-    """(state, reference, pool, data, length) -> (state, metrics [length]); the state is donated."""
+    """(state, reference, pool, data, length, base of adapters) -> (state, metrics [length]); the
+    state is donated."""
 
     @functools.partial(jax.jit, static_argnames="length", donate_argnums=0)
-    def offline_steps(state, reference, pool, data, length):
+    def offline_steps(state, reference, pool, data, length, base=None):
         return jax.lax.scan(
-            lambda s, _: offline_step(learner, s, reference, pool, data, count),
+            lambda s, _: offline_step(learner, s, reference, pool, data, count, base),
             state,
             length=length,
         )
@@ -341,8 +347,11 @@ def initial_state(
     rest = everywhere((memory, jnp.copy(key), step, cursor, updates))
 
     def begin(trained):
-        return split_parameters(learner.axes, learner.optimizer.init(trained))
+        # A new head has no place yet, and what is restored lies as the first state does.
+        trained = split_parameters(learner.axes, trained)
+        return trained, split_parameters(learner.axes, learner.optimizer.init(trained))
 
     # What is not there yet needs no more than its place on each device.
-    opt_state = jax.jit(begin)((params, critic)) if mesh_sizes() else begin((params, critic))
+    trained = (params, critic)
+    (params, critic), opt_state = jax.jit(begin)(trained) if mesh_sizes() else begin(trained)
     return TrainState(params, critic, opt_state, *rest)

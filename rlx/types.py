@@ -132,7 +132,8 @@ class TrainState(NamedTuple):
     """All that a resume needs."""
 
     params: PyTree
-    """The policy's; with a `value_head` where the critic is a head on its trunk."""
+    """The policy's, of a frozen base its adapters alone; with a `value_head` where the critic is a
+    head on its trunk."""
     critic: PyTree
     """A separate critic's; empty without one."""
     opt_state: PyTree

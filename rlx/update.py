@@ -17,6 +17,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from model.heads import Outputs, completion_outputs, state_values, stream_outputs
+from model.lora import beside
 from model.qwen import Qwen, parameter_axes
 from model.sharding import (
     ParameterAxes,
@@ -32,7 +33,7 @@ from model.sharding import (
     whole,
 )
 from model.stream import Places, Stream
-from rlx import ops
+from rlx import ops, router
 from rlx.algorithms.record import Algorithm, clean, of_scores
 from rlx.packing import Layout, Packed, for_each_stream, layout, pack
 from rlx.types import Batch, Largest, Mean, Metrics, Signal, TrainState
@@ -70,6 +71,8 @@ class Learner(NamedTuple):
     """Successive rows that share their prompt."""
     packing: bool = False
     """Pack rows into streams, each prompt once; `micro` rows of full length fill one."""
+    router_aux: float = 0.0
+    """Weight of the load-balancing loss of the policy's routers."""
 
     @property
     def axes(self) -> ParameterAxes:
@@ -128,13 +131,16 @@ def loss(
     batch: Batch,
     weights: tuple[Float[Array, "B #T"], ...],
     placed: tuple[Stream, Places] | None = None,
+    base: PyTree | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """The weighted sum over these rows, additive over any cut of an update's rows.
 
-    `trained` is (params, critic); `weights` are those of each term; `placed` is the stream that the
-    rows lie in, where they are packed.
+    `trained` is (params, critic); `weights` are those of each term, and with `router_aux` each
+    row's share of the update; `placed` is the stream that the rows lie in, where they are packed;
+    `base` is what the params are beside, where they are adapters.
     """
     mask = batch.mask
+    trained = (beside(base, trained[0]), trained[1])
     if placed is None:
         outputs = forward(learner, *trained, batch.tokens, batch.positions, mask.shape[1])
         padding = batch.positions < 0
@@ -150,6 +156,13 @@ def loss(
     if learner.online:
         metrics |= _gaps(current, batch)
     total = jnp.float32(0)
+    if outputs.load is not None:
+        balance, measured = router.balance(outputs.load)
+        metrics |= measured
+        if learner.router_aux:
+            # Each micro-batch has a loss of its own, which is not additive: so their mean counts.
+            *weights, shares = weights
+            total += learner.router_aux * jnp.sum(shares) * balance
     for place, (term, signal, share) in enumerate(
         zip(learner.terms, batch.signals, weights, strict=True)
     ):
@@ -191,11 +204,14 @@ def gradients(
     trained: tuple[PyTree, PyTree],
     batch: Batch,
     prompts: Int[Array, " B"] | None = None,
+    base: PyTree | None = None,
 ) -> tuple[tuple[PyTree, PyTree], Float[Array, ""], Metrics]:
     """Of one update's rows: summed over micro-batches in float32. `prompts` says which rows share
-    theirs (None: as `learner.samples` says)."""
+    theirs (None: as `learner.samples` says). A frozen `base` has none."""
     pairs = zip(learner.terms, batch.signals, strict=True)
     weights = tuple(term.algorithm.weights(signal.mask) for term, signal in pairs)
+    if learner.router_aux:
+        weights = (*weights, ops.row_mean(batch.mask))
     value_and_grad = jax.value_and_grad(loss, argnums=1, has_aux=True)
     # Without a sum that one micro-batch does not need there is one set of gradients in memory.
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
@@ -203,7 +219,7 @@ def gradients(
     nothing = (zeros, jnp.float32(0))
 
     def of_rows(batch, weights, placed=None):
-        (value, metrics), grads = value_and_grad(learner, trained, batch, weights, placed)
+        (value, metrics), grads = value_and_grad(learner, trained, batch, weights, placed, base)
         return (grads, value), metrics
 
     def of_stream(stream, places, piece, inside):
@@ -227,7 +243,7 @@ def gradients(
         batch, weights, packed, how = pack_rows(learner, batch, weights, prompts)
         held = batch_shards() * how.rows
         rows = jax.tree.map(lambda x: x[:held], (batch, weights))
-        shapes = jax.eval_shape(lambda trained: loss(learner, trained, *rows)[1], trained)
+        shapes = jax.eval_shape(lambda t: loss(learner, t, *rows, base=base)[1], trained)
         start = (nothing, ops.nothing_measured(shapes))
         (grads, value), metrics = for_each_stream(
             how, packed, (batch, weights), of_stream, start, add
@@ -238,13 +254,13 @@ def gradients(
         pieces = jax.tree.map(lambda x: micro_batches(x, learner.micro), (batch, weights))
         (grads, value), metrics = jax.lax.scan(micro, nothing, pieces)
         metrics = ops.pool(metrics)
-    names = {f"loss/{term.name}" for term in learner.terms}
+    sums = {router.SENT, *(f"loss/{term.name}" for term in learner.terms)}
     # A term's loss is a sum over micro-batches, not a mean.
-    return (
-        grads,
-        value,
-        {name: ops.scalar_metric(m.total) if name in names else m for name, m in metrics.items()},
-    )
+    closed = {
+        name: Mean(m.total, jnp.ones_like(m.total)) if name in sums else m
+        for name, m in metrics.items()
+    }
+    return grads, value, closed
 
 
 def pack_rows(
@@ -291,7 +307,11 @@ def pack_text(
 
 
 def optimise(
-    learner: Learner, state: TrainState, batch: Batch, prompts: Int[Array, " B"] | None = None
+    learner: Learner,
+    state: TrainState,
+    batch: Batch,
+    prompts: Int[Array, " B"] | None = None,
+    base: PyTree | None = None,
 ) -> tuple[TrainState, Metrics]:
     """One optimizer update.
 
@@ -299,7 +319,7 @@ def optimise(
     neither parameters nor moments nor schedule, and the update counts as skipped.
     """
     trained = (state.params, state.critic)
-    grads, value, metrics = gradients(learner, trained, batch, prompts)
+    grads, value, metrics = gradients(learner, trained, batch, prompts, base)
     grads = split_parameters(learner.axes, grads)
     norm = optax.global_norm(grads)
     taught = jnp.stack([jnp.any(signal.mask & batch.mask) for signal in batch.signals])
@@ -330,9 +350,14 @@ def optimise(
 
 
 def update(
-    learner: Learner, state: TrainState, batch: Batch, key: Key[Array, ""]
+    learner: Learner,
+    state: TrainState,
+    batch: Batch,
+    key: Key[Array, ""],
+    base: PyTree | None = None,
 ) -> tuple[TrainState, Metrics]:
-    """All updates of one batch: every epoch shuffles the units and cuts them anew."""
+    """All updates of one batch: every epoch shuffles the units and cuts them anew. `base` is what
+    the state's params are beside, where they are adapters."""
     rows, unit = batch.mask.shape[0], learner.unit
 
     batch = split_rows(batch)
@@ -350,7 +375,7 @@ def update(
             order = jax.random.permutation(key, rows // unit)
             rows_now = jax.tree.map(lambda x: shuffle(x, order), rows_now)
         state, metrics = jax.lax.scan(
-            lambda state, minibatch: optimise(learner, state, *minibatch),
+            lambda state, minibatch: optimise(learner, state, *minibatch, base),
             state,
             jax.tree.map(cut, rows_now),
         )
@@ -363,6 +388,8 @@ def update(
         first, second = metrics.pop("importance/mean"), metrics.pop("importance/square")
         share = first.total**2 / jnp.maximum(first.count * second.total, 1e-30)
         metrics["effective_sample_size"] = ops.scalar_metric(share)
+    if router.SENT in metrics:
+        metrics |= router.load_metrics(metrics.pop(router.SENT).total)
     return state, whole(metrics)
 
 
@@ -388,8 +415,11 @@ def score_rows(
 ) -> Outputs:
     """`forward` on any number of rows, by micro-batches. What is not read costs nothing in jit."""
     pieces = jax.tree.map(lambda x: micro_batches(x, learner.micro), (tokens, positions))
-    outputs = jax.lax.map(lambda piece: forward(learner, params, critic, *piece, width), pieces)
-    return jax.tree.map(in_row_order, outputs)
+
+    def of_piece(piece):
+        return forward(learner, params, critic, *piece, width)._replace(load=None)
+
+    return jax.tree.map(in_row_order, jax.lax.map(of_piece, pieces))
 
 
 def score_completions(
@@ -410,7 +440,8 @@ def score_completions(
     packed, how = pack_text(learner, tokens, positions, mask, prompts, columns)
 
     def of_stream(stream, places, piece, inside):
-        return forward_stream(learner, params, critic, stream, places, width)
+        outputs = forward_stream(learner, params, critic, stream, places, width)
+        return outputs._replace(load=None)
 
     shards = batch_shards()
     each = rows // shards

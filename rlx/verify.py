@@ -14,6 +14,8 @@ import numpy as np
 from model.heads import last_scores
 from model.qwen import Qwen
 from model.sharding import in_row_order, micro_batches, whole
+from rlx import hosts
+from rlx.frozen import on_device
 from rlx.rollout import Sampling, Scores, whole_rows
 
 
@@ -36,14 +38,41 @@ def callback_verifier(sampling: Sampling, verifier: Callable) -> Callable:
 
 
 def host_verifier(verifier: Callable) -> Callable:
-    """The host's verifier, called between jitted programs."""
+    """The host's verifier, called between jitted programs. On several hosts each verifies rows that
+    it holds, each row once, and all get all scores."""
 
     def verify(frozen, pool, rows, samples):
-        lengths = np.asarray(samples.mask).sum(axis=1)
         # They stay on the host: to make a jax array would wait for what the device is at.
-        return Scores(*verifier(*host_arrays(rows, samples.tokens, lengths)))
+        if not hosts.several():
+            lengths = np.asarray(samples.mask).sum(axis=1)
+            return Scores(*verifier(*host_arrays(rows, samples.tokens, lengths)))
+        rows = hosts.fetched(rows)
+        group = len(samples.mask) // len(rows)
+        places, tokens, lengths = [], [], []
+        pieces = zip(*map(hosts.own_pieces, (samples.tokens, samples.mask)), strict=True)
+        for (start, own_tokens), (_, mask) in pieces:
+            # The groups of a prompt lie together.
+            places.extend(range(start // group, (start + len(mask)) // group))
+            tokens.append(own_tokens)
+            lengths.append(mask.sum(axis=1))
+        scores = None
+        if places:
+            of_own = (rows[places], np.concatenate(tokens), np.concatenate(lengths))
+            scores = verifier(*host_arrays(*of_own))
+        return Scores(*_all_scores(len(rows), hosts.gathered((places, scores))))
 
     return verify
+
+
+def _all_scores(
+    count: int, every: list[tuple[list[int], tuple[np.ndarray, ...] | None]]
+) -> list[np.ndarray]:
+    """Of `count` prompts, from what each process scored at which places."""
+    scored = [(places, scores) for places, scores in every if places]
+    order = np.argsort(np.concatenate([places for places, _ in scored]))
+    if len(order) != count:
+        raise RuntimeError(f"{len(order)} of {count} prompts were verified.")
+    return [np.concatenate(x)[order] for x in zip(*(s for _, s in scored), strict=True)]
 
 
 def model_verifier(model: Qwen, micro: int) -> Callable:
@@ -54,7 +83,8 @@ def model_verifier(model: Qwen, micro: int) -> Callable:
         text = whole_rows(pool, rows, samples)
         piece = math.gcd(micro, len(text[0]))
         pieces = jax.tree.map(lambda x: micro_batches(x, piece), text)
-        scores = jax.lax.map(lambda p: last_scores(model, frozen.reward_model, *p), pieces)
+        params = on_device(frozen.reward_model)
+        scores = jax.lax.map(lambda p: last_scores(model, params, *p), pieces)
         scores = in_row_order(scores).reshape(rows.shape[0], -1)
         return Scores(
             scores,

@@ -171,10 +171,8 @@ def test_both_spellings_of_the_rope_base_are_read_and_a_contradiction_refused():
 @pytest.mark.parametrize(
     "scaling",
     [
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
         {"type": "linear", "factor": 2.0},
         {"type": "dynamic", "factor": 2.0},
-        {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0},
         {"rope_type": "default", "partial_rotary_factor": 0.5},
     ],
 )

@@ -32,6 +32,21 @@ SAMPLE_FIELDS = (
 )
 
 
+class Unwritten:
+    """In a MetricsWriter's place where another process writes the files."""
+
+    def write(
+        self, step: SupportsInt, values: Mapping[str, SupportsFloat], kind: str = "train"
+    ) -> None:
+        pass
+
+    def write_samples(self, step: SupportsInt, rows: Sequence[Mapping[str, Any]]) -> None:
+        pass
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        pass
+
+
 class MetricsWriter:
     """Writes a run's metrics, samples and summary into `folder`; closes its files on exit.
 

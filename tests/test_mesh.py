@@ -1,0 +1,94 @@
+"""Meshes of 8 virtual devices against one device: tests/mesh_cases.py trains on them, these read."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import run
+
+CASES = Path(__file__).with_name("mesh_cases.py")
+MESHES = ("8x1x1", "1x8x1", "2x2x2", "1x2x4", "1x1x2")
+ONE = "1x1x1"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("mesh")
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    """A device count is fixed when JAX starts, so it is another process that has eight."""
+    done = subprocess.run(
+        [sys.executable, CASES, "steps", folder],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_mesh_gives_the_loss_gradients_tokens_and_steps_of_one_device(found, mesh):
+    """The rows' lengths differ, so that a mean of the devices' means would be another loss; a
+    gradient that is summed twice over `tensor`, or not at all, is off by a factor."""
+    got = found[mesh]
+    assert got["same_tokens"]
+    np.testing.assert_allclose(got["losses"], found[ONE]["losses"], rtol=1e-4, atol=1e-6)
+    assert got["gradient_gap"] < 1e-4
+    assert got["leaf_gap"] < 1e-3
+    assert got["movement_gap"] < 1e-3
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_parameters_and_moments_stay_where_they_belong(found, mesh):
+    """What a step leaves lies as the rules say; XLA would choose to have some of it everywhere."""
+    assert found[mesh]["astray"] == []
+
+
+@pytest.mark.parametrize(
+    ("mesh", "parts"), [("8x1x1", 1), ("1x8x1", 8), ("2x2x2", 4), ("1x2x4", 8), ("1x1x2", 2)]
+)
+def test_a_device_holds_its_part_of_the_state(found, mesh, parts):
+    """Over fsdp 8 about an eighth: norms and the biases of no head are whole on each device."""
+    for held in found[mesh]["share"].values():
+        assert 1 / parts <= held < 1.05 / parts + 1e-9
+
+
+@pytest.mark.parametrize("mesh", (ONE, *MESHES))
+def test_a_run_on_a_mesh_compiles_its_step_once(found, mesh):
+    """A state that came back in another place than it went in would compile it again."""
+    first, *later = found[mesh]["compiled"]
+    assert later == [first, first]
+
+
+@pytest.mark.parametrize("reader", (ONE, *MESHES))
+def test_a_checkpoint_of_any_mesh_restores_on_any_other(found, reader):
+    """With the very numbers, and in the reader's own places."""
+    for writer, got in found[reader]["restored"].items():
+        assert got == {"same": True, "astray": []}, writer
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_an_export_of_a_sharded_state_has_the_bytes_of_the_whole_ones(found, folder, mesh):
+    whole, sharded = (folder / name / "model.safetensors" for name in (f"{ONE}/hf", f"hf-{mesh}"))
+    assert whole.read_bytes() == sharded.read_bytes()
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_machine_of_one_device_exports_a_run_of_eight(found, folder, tmp_path, mesh):
+    """A checkpoint names the devices that it was written from; here are others."""
+    assert run.main(["export", "--run", str(folder / mesh), "--output", str(tmp_path / "hf")]) == 0
+    written = (tmp_path / "hf" / "model.safetensors").read_bytes()
+    assert written == (folder / mesh / "hf" / "model.safetensors").read_bytes()
+    # And it is not the start of the run.
+    before = load_file(folder / "model" / "model.safetensors")
+    after = load_file(tmp_path / "hf" / "model.safetensors")
+    assert any(np.any(before[name] != after[name]) for name in before)
