@@ -12,8 +12,9 @@ from rlx.config import load_training
 from rlx.cost import rollout_bytes
 from rlx.fits import Usage, check_fits, usage
 from rlx.plan import Planner, fit, prepared
-from rlx.plan_programs import Places, model_shape, programs
+from rlx.plan_programs import programs
 from rlx.plan_report import plan, table
+from rlx.plan_shapes import Places, model_shape
 from rlx.topology import parse, plugin_installed
 
 TINY = """
