@@ -324,7 +324,7 @@ def _sample_part(
     if slots is None or slots >= count:
         slots = count
         state = _begin(rows, slots, longest, [room(p, slots, 0) for p in prefilled])
-        for columns in _widths(longest):
+        for columns in cache_widths(longest):
             caches = [widened(cache, columns) for cache in state.caches]
             state = jax.lax.while_loop(
                 lambda state, columns=columns: (state.step < columns) & anyone(jnp.any(state.live)),
@@ -363,7 +363,7 @@ def _uniforms(keys: Key[Array, "N G"], width: int) -> Float[Array, "N G {width}"
     return constrain(jax.vmap(jax.vmap(of_row))(keys), "batch")
 
 
-def _widths(longest: int) -> list[int]:
+def cache_widths(longest: int) -> list[int]:
     """The widths that the cache of `longest` columns goes through."""
     part = max(NARROWEST, STRIDE * math.ceil(longest / WIDTHS / STRIDE))
     return [*range(part, longest, part), longest]

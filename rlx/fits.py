@@ -56,10 +56,10 @@ def check_fits(config: Config, usages: Mapping[str, Usage], limit: int) -> None:
     )
 
 
-def remedy(config: Config, name: str, part: Usage) -> str:
+def remedy(config: Config, name: str, part: Usage | None) -> str:
     """What makes the program smaller."""
     batch, sampling, ways = config.batch, config.sampling, []
-    if part.arguments + part.beside > part.temporaries:
+    if part and part.arguments + part.beside > part.temporaries:
         ways.append("raise mesh.fsdp or mesh.tensor, or use more devices")
     if name in ("sample", "complete"):
         if not sampling.slots:

@@ -29,6 +29,7 @@ from rlx.config import ConfigError, load, resolved_yaml
 from rlx.evaluate import change_told, nest_greedy
 from rlx.measure import make_evaluation
 from rlx.mesh import Sizes, abstract, on_mesh, this_hardware, told
+from rlx.plan import check_here
 from rlx.record import Record
 from rlx.report.html import write_report
 from rlx.report.metrics import RESERVED, MetricsWriter, Unwritten, read_lines
@@ -128,7 +129,9 @@ def train(config: Config, stream: TextIOBase) -> dict[str, Any]:
     # Devices of one kind may differ a little in their memory.
     sizes = hosts.from_first(lambda: assemble.mesh_sizes(config))
     with on_mesh(sizes), Compilation() as compilation:
-        return _train(assemble.with_mesh(config, sizes), stream, compilation)
+        config = assemble.with_mesh(config, sizes)
+        check_here(config)
+        return _train(config, stream, compilation)
 
 
 def _train(config: Config, stream: TextIOBase, compilation: Compilation) -> dict[str, Any]:

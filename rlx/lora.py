@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Key, PyTree
 
 from model.config import ModelConfig
+from model.device import this_device
 from model.lora import initial, scaled
 from model.peft_format import load_adapters
 from model.qwen import cast
@@ -24,7 +25,7 @@ def resolved_lora(settings: LoraSettings) -> LoraSettings:
     """`lora.base_dtype`, `auto` replaced."""
     if settings.base_dtype != "auto":
         return settings
-    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    dtype = "float32" if this_device().platform == "cpu" else "bfloat16"
     return settings.model_copy(update={"base_dtype": dtype})
 
 

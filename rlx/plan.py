@@ -17,9 +17,10 @@ from model.device import Device, made_for
 from model.errors import BadInput
 from rlx import assemble
 from rlx.cost import Cost, cost
-from rlx.fits import Usage, usage
-from rlx.mesh import Hardware, Sizes, choose, layouts, obstacles, on_mesh
-from rlx.plan_programs import Places, Planned, model_shape, programs
+from rlx.fits import Usage, check_fits, memory_limit, remedy, usage
+from rlx.mesh import Hardware, Sizes, choose, current, layouts, obstacles, on_mesh
+from rlx.plan_programs import Planned, programs
+from rlx.plan_shapes import Places, model_shape
 from rlx.roofline import Seconds, beyond, seconds
 from rlx.settings import Config, offline, rows
 from rlx.topology import Topology, abstract_devices
@@ -181,6 +182,26 @@ class Planner:
             tuple(parts),
             took,
         )
+
+
+def check_here(config: Config) -> None:
+    """Raises BadInput where a program of a staged run, on the mesh that is set, needs more memory
+    than a device of this machine has. Where devices don't tell (a CPU's), nothing is compiled."""
+    limit = memory_limit()
+    if limit is None or (not offline(config) and config.loop.mode == "fused"):
+        return
+    usages = {}
+    for planned in programs(config, Places(current(), jax.devices())):
+        try:
+            usages[planned.name] = usage(planned.lowered().compile(), planned.held)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise BadInput(
+                f"The program `{planned.name}` needs more memory than a device has: "
+                f"{remedy(config, planned.name, None)}"
+            ) from error
+    check_fits(config, usages, limit)
 
 
 def _needed(message: str) -> int | None:

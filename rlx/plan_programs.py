@@ -7,26 +7,28 @@ completion as long as `sampling.max_new_tokens`.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import PyTree
 
-from model.config import ModelConfig, read_config, read_json
-from model.errors import BadInput
-from model.heads import with_value_head
-from model.qwen import cast, initialise, parameter_axes
-from model.sample import STRIDE, _widths
-from model.shapes import names, published
-from model.sharding import BATCH, shardings, without_mesh
-from model.tokenizer import load_tokenizer
+from model.lora import beside
+from model.qwen import parameter_axes
+from model.sample import STRIDE, cache_widths
 from rlx import assemble
 from rlx.data import round_up
+from rlx.frozen import frozen_dtype
+from rlx.plan_shapes import (
+    Places,
+    abstract_policy,
+    device_bytes,
+    frozen_params,
+    model_shape,
+    scorer_params,
+)
 from rlx.prepare import Frozen, score_samples
-from rlx.rollout import Prompts, begin, sample_round
+from rlx.rollout import Prompts, Scores, begin, sample_round
 from rlx.settings import Config, offline, rows, unit
 from rlx.train import PROGRAMS, offline_run, start_memory
 from rlx.types import Batch, Signal, TrainState
@@ -63,101 +65,6 @@ class Planned(NamedTuple):
         return self.lower(*self.operands)
 
 
-class Tokens(NamedTuple):
-    """What a program needs of a tokenizer."""
-
-    stop_ids: tuple[int, ...]
-    pad_id: int
-
-
-def model_shape(path: str, setting: str = "model.path") -> tuple[ModelConfig, Path | None]:
-    """Of a checkpoint's folder, in which `config.json` suffices, or of a published model."""
-    folder = assemble.BUNDLED.get(path, Path(path))
-    if (folder / "config.json").is_file():
-        return read_config(folder), folder
-    known = published(path) if path else None
-    if known is None:
-        raise BadInput(
-            f"{setting}: expected a folder with a config.json, or the name of a model whose shape "
-            f"is known ({', '.join(names())}); came {path or 'nothing'}."
-        )
-    return known, None
-
-
-def abstract_policy(config: Config) -> assemble.Policy:
-    """`load_policy` without a weight."""
-    shape, folder = model_shape(config.model.path)
-    tokens = Tokens((shape.vocab_size - 1,), 0)
-    if folder is not None and (folder / "tokenizer.json").is_file():
-        tokenizer = load_tokenizer(folder)
-        shape = dataclasses.replace(shape, num_tokens=len(tokenizer))
-        tokens = Tokens(tokenizer.stop_ids, tokenizer.pad_id)
-    elif folder is not None:
-        ended = read_json(folder / "config.json").get("eos_token_id")
-        tokens = Tokens(tuple(ended) if isinstance(ended, list) else (ended or 0,), 0)
-    with without_mesh():
-        params = jax.eval_shape(lambda: initialise(shape, jax.random.key(0)))
-    dtype = jnp.dtype(config.model.dtype)
-    return assemble.Policy(folder, shape, tokens, params, dtype)
-
-
-def scorer_params(shape: ModelConfig) -> PyTree:
-    """Of a critic or a reward model of this shape."""
-
-    def made():
-        params = initialise(shape, jax.random.key(0))
-        return with_value_head(shape, {k: x for k, x in params.items() if k != "lm_head"})
-
-    with without_mesh():
-        return jax.eval_shape(made)
-
-
-class Places:
-    """Puts shapes on the devices of a mesh, or on a single one."""
-
-    def __init__(self, mesh: Mesh | None, devices: list[Any]):
-        self.mesh, self.devices = mesh, devices
-
-    def _put(self, tree: PyTree, place: Callable) -> PyTree:
-        def of_leaf(x):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(x))
-
-        return jax.tree.map(of_leaf, tree)
-
-    def whole(self, tree: PyTree) -> PyTree:
-        if self.mesh is None:
-            return self._put(tree, lambda x: SingleDeviceSharding(self.devices[0]))
-        return self._put(tree, lambda x: NamedSharding(self.mesh, PartitionSpec()))
-
-    def rows(self, tree: PyTree, *counts: int) -> PyTree:
-        """Arrays whose first axis is one of `counts` lie split over the batch's axes."""
-        if self.mesh is None:
-            return self.whole(tree)
-        split = math.prod(self.mesh.shape[axis] for axis in BATCH)
-
-        def place(x):
-            along = x.ndim > 0 and x.shape[0] in counts and x.shape[0] % split == 0
-            return NamedSharding(self.mesh, PartitionSpec(BATCH) if along else PartitionSpec())
-
-        return self._put(tree, place)
-
-    def parameters(self, axes: Any, tree: PyTree) -> PyTree:
-        """Parameters, and what belongs to them."""
-        if self.mesh is None:
-            return self.whole(tree)
-        where = shardings(self.mesh, axes, tree)
-        return jax.tree.map(
-            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, where
-        )
-
-
-def device_bytes(tree: PyTree) -> int:
-    """Of placed shapes, on each device."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
-    )
-
-
 def programs(config: Config, places: Places) -> list[Planned]:
     """In the order that a step runs them. `config` is resolved for the devices."""
     policy = abstract_policy(config)
@@ -192,9 +99,9 @@ def _online(
     memory = jax.eval_shape(lambda pool: assemble.make_memory(config, plan, pool), pool)
     pool, memory = places.whole((pool, memory))
     state = places.parameters(learner.axes, state._replace(memory=None))._replace(memory=memory)
-    reference = policy.params if assemble.uses_reference(config) else None
-    reference = reference and places.parameters(parameter_axes(policy.config), reference)
-    frozen, scorer = Frozen(reference), None
+    reference, base = _frozen(config, places, policy)
+    frozen, scorer = Frozen(reference, None, base), None
+    acting = state._replace(params=beside(base, state.params))
     if config.reward.source == "model":
         shape, _ = model_shape(config.reward.model, "reward.model")
         weights = jax.eval_shape(lambda x: cast(x, policy.dtype), scorer_params(shape))
@@ -202,7 +109,7 @@ def _online(
         scorer = assemble.network(config, shape, policy.dtype)
     key, zero = places.whole((state.key, jax.ShapeDtypeStruct((), jnp.int32)))
     solved = memory.solved
-    operands = (state.params, pool, state.cursor, solved, key, zero)
+    operands = (acting.params, pool, state.cursor, solved, key, zero)
     samples, draw = _shapes(sample_round, plan.sampling, *operands)
     samples, draw = places.rows(samples, count), places.whole(draw)
     resident = device_bytes((state, frozen, pool))
@@ -237,23 +144,39 @@ def _online(
     streams = {"while": math.ceil(count / learner.micro)}
     kept = device_bytes(pending)
     if config.rollout.dynamic_sampling or config.rollout.probe:
-        operands = (plan, state, frozen, pending)
+        operands = (plan, acting, frozen, pending)
         add("prepare", operands, (Part("score", streams),), kept + sampled)
         prepared = _shapes(PROGRAMS["prepare"].function, *operands)
     else:
-        operands = (plan, state, frozen, pool, draw.rows, samples)
+        operands = (plan, acting, frozen, pool, draw.rows, samples)
         if _reads_scores(plan, learner, frozen):
             add("score", operands, (Part("score", streams),), sampled)
         scored = _shapes(score_samples, *operands)
         scored = places.rows(scored, count)
-        operands = (plan, state, pending, scored)
+        operands = (plan, acting, pending, scored)
         prepared = _shapes(PROGRAMS["make_batch"].function, *operands)
     learnt = places.rows(prepared[0], count)
     preview = device_bytes(places.rows(prepared[1], count))
     each = {"while": math.ceil(count / batch.minibatches / learner.micro)}
-    operands = (learner, state, learnt, key)
+    operands = (learner, state, learnt, key, base)
     add("update", operands, (Part("update", each),), device_bytes(learnt) + preview)
     return made
+
+
+def _frozen(
+    config: Config, places: Places, policy: assemble.Policy
+) -> tuple[PyTree | None, PyTree | None]:
+    """What the policy is held to, and what its adapters are beside."""
+    axes, base = parameter_axes(policy.config), None
+    if policy.base is not None:
+        base = places.parameters(axes, policy.base)
+    if not assemble.uses_reference(config):
+        return None, base
+    if policy.lora and jnp.dtype(config.lora.base_dtype) == frozen_dtype(config, policy.dtype):
+        # In the very arrays of the base.
+        return beside(base, places.parameters(axes, policy.lora.adapters)), base
+    reference = frozen_params(config, policy.whole, policy.dtype)
+    return places.parameters(axes, reference, config.model.frozen_memory == "host"), base
 
 
 def _reads_scores(plan: Any, learner: Learner, frozen: Frozen) -> bool:
@@ -263,8 +186,6 @@ def _reads_scores(plan: Any, learner: Learner, frozen: Frozen) -> bool:
 
 
 def _scores(plan: Any, count: int) -> PyTree:
-    from rlx.rollout import Scores
-
     n, g = plan.sampling.prompts, plan.sampling.samples
     shapes = ((n, g), (n, g), (n, g, 1), (n, g, plan.sampling.max_new_tokens))
     return Scores(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
@@ -275,7 +196,7 @@ def _decode_trips(config: Config, count: int, slots: int) -> float:
     its cache, or, with slots, one that fills them and one without rows to follow."""
     longest = STRIDE * math.ceil(config.sampling.max_new_tokens / STRIDE)
     if not slots or slots >= count:
-        return longest / STRIDE / len(_widths(longest))
+        return longest / STRIDE / len(cache_widths(longest))
     return count / slots * longest / STRIDE / (2 if slots // 4 else 1)
 
 
@@ -300,14 +221,13 @@ def _offline(
     data, pool = places.whole((data, pool))
     memory = places.whole(jax.eval_shape(start_memory))
     state = places.parameters(learner.axes, state._replace(memory=None))._replace(memory=memory)
-    reference = policy.params if assemble.uses_reference(config) else None
-    reference = reference and places.parameters(parameter_axes(policy.config), reference)
+    reference, base = _frozen(config, places, policy)
     step = offline_run(learner, config.batch.prompts)
-    held = device_bytes((state, reference, pool, data))
+    held = device_bytes((state, reference, base, pool, data))
     return [
         Planned(
             "update",
-            lambda *operands: step.lower(*operands, length=1),
+            lambda *operands: step.lower(*operands, length=1, base=base),
             (state, reference, pool, data),
             (Part("update", {}),),
             held,

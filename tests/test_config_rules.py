@@ -186,7 +186,9 @@ def test_weights_of_a_verifier_that_is_not_asked_are_refused():
     assert "task.format_weight: expected unset" in refusal(*model, "task.format_weight=0.5")
 
 
-@pytest.mark.parametrize("setting", ["b1=0.5", "b2=0.5", "eps=1e-3", "weight_decay=0.1", "state_dtype=int8"])
+@pytest.mark.parametrize(
+    "setting", ["b1=0.5", "b2=0.5", "eps=1e-3", "weight_decay=0.1", "state_dtype=int8"]
+)
 def test_sgd_has_no_moments(setting):
     assert setting.partition("=")[0] in refusal("optimizer.name=sgd", f"optimizer.{setting}")
 

@@ -130,7 +130,7 @@ def test_a_cache_that_grows_gives_the_same_text(monkeypatch, program, narrowest,
     monkeypatch.setattr(model.sample, "NARROWEST", 64)
     whole = program.__wrapped__(NEVER, None, None, 32)
     monkeypatch.setattr(model.sample, "NARROWEST", narrowest)
-    assert model.sample._widths(32) == widths
+    assert model.sample.cache_widths(32) == widths
     grown = program.__wrapped__(NEVER, None, None, 32)
     np.testing.assert_array_equal(grown.tokens, whole.tokens)
     np.testing.assert_allclose(grown.logprobs, whole.logprobs, atol=1e-6)
@@ -139,11 +139,11 @@ def test_a_cache_that_grows_gives_the_same_text(monkeypatch, program, narrowest,
 
 def test_widths_end_at_the_longest_and_are_few():
     for longest in (4, 32, 64, 96, 100, 128, 1024, 4096):
-        widths = model.sample._widths(longest)
+        widths = model.sample.cache_widths(longest)
         assert widths[-1] == longest and widths == sorted(set(widths))
         assert len(widths) <= model.sample.WIDTHS
         assert not any(width % model.sample.STRIDE for width in widths)
-    assert model.sample._widths(64) == [32, 64]
+    assert model.sample.cache_widths(64) == [32, 64]
 
 
 @pytest.mark.parametrize("slots", [None, 5])

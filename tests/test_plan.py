@@ -1,0 +1,202 @@
+"""`plan`: what a run's own programs need on devices that are not there."""
+
+import json
+import shutil
+
+import jax
+import pytest
+
+import run
+from model.errors import BadInput
+from rlx.config import load_training
+from rlx.cost import rollout_bytes
+from rlx.fits import Usage, check_fits, usage
+from rlx.plan import Planner, fit, prepared
+from rlx.plan_programs import programs
+from rlx.plan_report import plan, table
+from rlx.plan_shapes import Places, model_shape
+from rlx.topology import parse, plugin_installed
+
+TINY = """
+model: {path: %s}
+task: {name: countdown, train_size: 64, heldout_size: 8}
+sampling: {max_new_tokens: 16, max_prompt_tokens: 32}
+algorithm: {name: grpo, beta: 0.1}
+batch: {prompts: 8, samples: 4, micro: 16, minibatches: 1}
+loop: {steps: 10}
+"""
+
+
+def needs(topology):
+    platform = parse(topology).chip.platform
+    if platform != "cpu" and not plugin_installed(platform):
+        pytest.skip(f"the plugin for {topology} is not installed")
+
+
+@pytest.fixture(scope="session")
+def shape_only(tiny_nano, tmp_path_factory):
+    """A checkpoint's folder without weights and without a tokenizer."""
+    folder = tmp_path_factory.mktemp("shape")
+    shutil.copy(tiny_nano / "config.json", folder)
+    return folder
+
+
+@pytest.fixture
+def tiny_recipe(shape_only, tmp_path):
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY % shape_only)
+    return path
+
+
+def planner(topology, config):
+    made = Planner(parse(topology), lambda line: None)
+    with made.made_for():
+        return made, prepared(config, made.topology)[0]
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "h100:2", "cpu:1"])
+def test_the_programs_of_a_step_compile_for_each_target(tiny_recipe, topology):
+    needs(topology)
+    result = plan(load_training(tiny_recipe, []), parse(topology), price=2.0)
+    assert [program["name"] for program in result["programs"]] == ["sample", "score", "update"]
+    assert result["fits"]
+    sample, score, update = result["programs"]
+    assert [part["name"] for part in sample["parts"]] == ["prefill", "decode"]
+    assert min(part["flops"] for p in (sample, score, update) for part in p["parts"]) > 0
+    # The way back has two products for each of the way there.
+    assert 2 < update["parts"][0]["flops"] / score["parts"][0]["flops"] < 5
+    # While it samples, a run keeps the moments and the reference, none of them an argument.
+    assert sample["bytes"]["beside"] > 0
+    assert result["tokens_a_step"] == 8 * 4 * 16
+    if topology != "cpu:1":
+        devices = result["devices"]
+        hourly = 2.0 * devices * result["step_seconds"] / 3600
+        assert result["dollars_a_run"] == pytest.approx(10 * hourly)
+    assert "decode" in table(result) and "note" in table(result)
+    json.dumps(result)
+
+
+def test_a_run_on_the_cpu_holds_what_plan_says(tiny_recipe):
+    _, config = planner("cpu:1", load_training(tiny_recipe, []))
+    places = Places(None, jax.devices()[:1])
+    planned = {p.name: p for p in programs(config, places)}
+    state = planned["update"].operands[1]
+    real = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    used = usage(planned["update"].lowered().compile(), planned["update"].held)
+    # The update's arguments are the state and the batch; the reference lies beside.
+    assert used.arguments >= 0.99 * real
+    assert used.beside > 0
+    assert used.peak == sum(used[:3]) - used.aliased + used.beside
+    assert used.aliased >= 0.9 * real, "the state is not written over"
+
+
+def test_no_logits_of_the_whole_vocabulary_are_gathered(shape_only, tmp_path):
+    needs("v5e:2x2")
+    described = json.loads((shape_only / "config.json").read_text())
+    described |= {"vocab_size": 4864, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    file = tmp_path / "tiny.yaml"
+    file.write_text(TINY % tmp_path)
+    config = load_training(file, ["mesh.data=1", "mesh.fsdp=2", "mesh.tensor=2"])
+    made, config = planner("v5e:2x2", config)
+    texts = {}
+    estimate = made.estimate
+
+    def keep(planned, hosts):
+        texts[planned.name] = planned.lowered().compile().as_text()
+        return estimate(planned, hosts)
+
+    made.estimate = keep
+    made.outlook(config, made.sizes(config))
+    for name, text in texts.items():
+        gathers = [line for line in text.splitlines() if " all-gather" in line]
+        assert gathers, name
+        # The table of 4864 x 16 may be gathered over fsdp, in its parts of 2432 tokens.
+        assert not [line for line in gathers if "4864" in line.split("=")[1].split("(")[0]], name
+
+
+def test_decoding_moves_little_more_than_weights_and_cache_on_a_tpu(shape_only, tmp_path):
+    needs("v5e:1x1")
+    described = json.loads((shape_only / "config.json").read_text())
+    described |= {
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "vocab_size": 8192,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    file = tmp_path / "tiny.yaml"
+    file.write_text(TINY % tmp_path)
+    changes = ["sampling.max_new_tokens=64", "sampling.max_prompt_tokens=128"]
+    config = load_training(file, changes)
+    made, config = planner("v5e:1x1", config)
+    outlook = made.outlook(config, made.sizes(config), ("sample",))
+    decode = outlook.estimates[0].parts[1].cost
+    shape = {"rows": 32, "prompt": 128, "completion": 64, "samples": 4}
+    least = rollout_bytes(model_shape(str(tmp_path))[0], **shape, itemsize=2)
+    assert least <= decode.bytes <= 1.3 * least
+
+
+def test_fewer_rows_at_a_time_are_found_where_the_whole_does_not_fit(tiny_recipe, monkeypatch):
+    made, config = planner("cpu:1", load_training(tiny_recipe, ["batch.micro=0"]))
+    sizes = made.sizes(config)
+    full = made.outlook(config, sizes, ("update",)).estimates[0].peak
+    monkeypatch.setattr(type(made.topology), "memory", full - 1)
+    found = fit(made, config, sizes)
+    assert 0 < found["micro"] < 32 and found["rows"] == found["prompts"] * 4
+    monkeypatch.setattr(type(made.topology), "memory", 1)
+    assert fit(made, config, sizes)["micro"] == 0
+
+
+def test_meshes_are_ranked_the_fastest_first(tiny_recipe):
+    needs("h100:2")
+    result = plan(load_training(tiny_recipe, []), parse("h100:2"), comparing=True)
+    meshes = result["compare"]
+    # Its single key-value head can't be split.
+    assert {tuple(mesh["mesh"].values()) for mesh in meshes} == {(1, 2, 1), (2, 1, 1)}
+    times = [mesh["step_seconds"] for mesh in meshes]
+    assert times == sorted(times)
+
+
+def test_a_program_that_needs_too_much_is_refused_by_what_would_make_it_smaller(tiny_recipe):
+    config = load_training(tiny_recipe, [])
+    fits, large = Usage(5, 5, 5, 5, 5), Usage(10, 10, 100, 10, 10)
+    check_fits(config, {"sample": fits, "update": large}, 120)
+    with pytest.raises(BadInput, match=r"`update`.*batch\.micro \(16\).*model\.remat=block"):
+        check_fits(config, {"sample": fits, "update": large}, 119)
+    with pytest.raises(BadInput, match=r"`sample`.*sampling\.slots.*sampling\.cache=int8"):
+        check_fits(config, {"sample": large, "update": fits}, 119)
+    with pytest.raises(BadInput, match=r"Raise mesh\.fsdp"):
+        check_fits(config, {"update": Usage(100, 10, 10, 10, 10)}, 119)
+
+
+def test_the_command_prints_one_json_object(tiny_recipe, capsys, monkeypatch):
+    monkeypatch.setattr("rlx.topology.set_environment", lambda virtual: None)
+    code = run.main(["plan", "--json", "--config", str(tiny_recipe), "--topology", "cpu:1"])
+    assert code == 0
+    assert json.loads(capsys.readouterr().out)["mesh"] == {"data": 1, "fsdp": 1, "tensor": 1}
+    assert run.main(["plan", "--config", str(tiny_recipe), "--topology", "v5e:3x5"]) == 2
+    assert "v5e:4x4" in capsys.readouterr().err
+
+
+def test_a_published_shape_needs_no_files_and_an_unknown_name_is_told_which_there_are():
+    assert model_shape("Qwen/Qwen2.5-3B-Instruct")[0].hidden_size == 2048
+    with pytest.raises(BadInput, match=r"qwen2\.5-3b"):
+        model_shape("no/such-model")
+
+
+def test_given_text_is_planned_too(tiny_recipe, tiny_nano):
+    text = f"""
+model: {{path: {tiny_nano}}}
+task: {{name: countdown, train_size: 64, heldout_size: 8}}
+sampling: {{max_new_tokens: 16, max_prompt_tokens: 32}}
+algorithm: {{name: sft}}
+batch: {{prompts: 8}}
+"""
+    tiny_recipe.write_text(text)
+    result = plan(load_training(tiny_recipe, []), parse("cpu:1"))
+    assert [program["name"] for program in result["programs"]] == ["update"]
+    assert result["programs"][0]["parts"][0]["flops"] > 0
