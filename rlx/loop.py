@@ -50,7 +50,9 @@ MAY_CHANGE = {
     "checkpoint.keep_best",
     "log.samples",
     "log.tensorboard",
-    # Another mesh rounds otherwise, and computes the same.
+    # Another mesh, or steps that are run otherwise, round otherwise and compute the same. On several
+    # hosts steps are staged.
+    "loop.mode",
     "mesh.data",
     "mesh.fsdp",
     "mesh.tensor",
