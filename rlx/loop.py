@@ -50,8 +50,8 @@ MAY_CHANGE = {
     "checkpoint.keep_best",
     "log.samples",
     "log.tensorboard",
-    # Another mesh, or steps that are run otherwise, round otherwise and compute the same. On several
-    # hosts steps are staged.
+    # Another mesh, or steps run stage by stage (as on several hosts), round otherwise and compute
+    # the same.
     "loop.mode",
     "mesh.data",
     "mesh.fsdp",

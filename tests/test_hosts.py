@@ -97,7 +97,6 @@ class Machine:
         elif count == 1:
             settings |= {"hosts.join": "never"}
         command = [sys.executable, str(ROOT / "run.py"), "--config", str(self.recipe)]
-        command += [f"{key}={value}" for key, value in settings.items()]
         processes, outputs = [], []
         for index in range(count):
             environment = os.environ | {
@@ -125,10 +124,11 @@ class Machine:
                 environment["DIE"] = str(die[1])
             outputs.append(self.folder / f"output-{name}-{index}")
             with outputs[-1].open("w") as file:
-                more = own if index == count - 1 else ()
+                more = dict(change.split("=", 1) for change in own) if index == count - 1 else {}
+                given = [f"{key}={value}" for key, value in (settings | more).items()]
                 processes.append(
                     subprocess.Popen(
-                        [*command, *more], env=environment, stdout=file, stderr=subprocess.STDOUT
+                        [*command, *given], env=environment, stdout=file, stderr=subprocess.STDOUT
                     )
                 )
         ends = self._wait(processes)
