@@ -44,11 +44,9 @@ import os, signal, sys
 from pathlib import Path
 from rlx.rewards.score import Score
 
-HERE = Path(__file__).parent
-
 def verify(completion, row):
     """Counts its calls, and ends its process at the one that `die` names."""
-    calls = HERE / os.environ["RLX_HOST_INDEX"]
+    calls = Path(os.environ["CALLS"])
     with calls.open("a") as file:
         file.write("x")
     if str(calls.stat().st_size) == os.environ.get("DIE"):
@@ -82,16 +80,15 @@ class Machine:
         self.folder, self.model = folder, model
         self.recipe = folder / "tiny.yaml"
         self.recipe.write_text(f"model:\n  path: {model}\n")
+        (folder / "count.py").write_text(VERIFIER)
 
     def start(self, name, count, *changes, devices=DEVICES, die=(), own=(), slurm=False):
         """`die`: a process and the number of the call of its verifier at which it dies; `own`:
         settings of the last process; `slurm`: its variables alone say who belongs together."""
-        home = self.folder / f"verifier-{name}"
-        home.mkdir()
-        (home / "count.py").write_text(VERIFIER)
+        calls = [self.folder / f"calls-{name}-{index}" for index in range(count)]
         settings = SMALLER | {
             "run.dir": str(self.folder / name.partition("+")[0]),
-            "reward.verifiers": f"[{{name: {home}/count.py:verify}}]",
+            "reward.verifiers": f"[{{name: {self.folder}/count.py:verify}}]",
         }
         settings |= dict(change.split("=", 1) for change in changes)
         port = free_port()
@@ -100,11 +97,11 @@ class Machine:
         elif count == 1:
             settings |= {"hosts.join": "never"}
         command = [sys.executable, str(ROOT / "run.py"), "--config", str(self.recipe)]
-        command += [f"{key}={value}" for key, value in settings.items()]
         processes, outputs = [], []
         for index in range(count):
             environment = os.environ | {
                 "RLX_HOST_INDEX": str(index),
+                "CALLS": str(calls[index]),
                 "JAX_PLATFORMS": "cpu",
                 "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices // count}",
                 "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
@@ -127,14 +124,14 @@ class Machine:
                 environment["DIE"] = str(die[1])
             outputs.append(self.folder / f"output-{name}-{index}")
             with outputs[-1].open("w") as file:
-                more = own if index == count - 1 else ()
+                more = dict(change.split("=", 1) for change in own) if index == count - 1 else {}
+                given = [f"{key}={value}" for key, value in (settings | more).items()]
                 processes.append(
                     subprocess.Popen(
-                        [*command, *more], env=environment, stdout=file, stderr=subprocess.STDOUT
+                        [*command, *given], env=environment, stdout=file, stderr=subprocess.STDOUT
                     )
                 )
         ends = self._wait(processes)
-        calls = [home / str(index) for index in range(count)]
         return Ended(
             [process.returncode for process in processes],
             [path.read_text() for path in outputs],
