@@ -65,13 +65,13 @@ def has_tpu() -> bool:
     return "tpu" in platforms and chips and importlib.util.find_spec("libtpu") is not None
 
 
-def join(settings: HostSettings, environment: Mapping[str, str] = os.environ) -> bool:
+def join(hosts: HostSettings, environment: Mapping[str, str] = os.environ) -> bool:
     """Joins the run's other processes; False where this is the only one. Before JAX is used.
 
     Raises BadInput where the settings contradict each other or the environment.
     """
-    known = given(settings, environment)
-    name = "" if known or settings.join == "never" else cluster(environment, tpu=has_tpu())
+    known = given(hosts, environment)
+    name = "" if known or hosts.join == "never" else cluster(environment, tpu=has_tpu())
     if not known and not name:
         return False
     try:
@@ -81,7 +81,7 @@ def join(settings: HostSettings, environment: Mapping[str, str] = os.environ) ->
             shutdown_timeout_seconds=PARTING_SECONDS,
         )
     except Exception as error:
-        where = f"at {settings.coordinator}" if known else f"which {name} runs"
+        where = f"at {hosts.coordinator}" if known else f"which {name} runs"
         raise BadInput(
             f"hosts: the other processes, {where}, could not be joined: {_line(error)} Give "
             "hosts.coordinator, hosts.count and hosts.index, or hosts.join=never to run alone."
@@ -89,52 +89,51 @@ def join(settings: HostSettings, environment: Mapping[str, str] = os.environ) ->
     return True
 
 
-def given(settings: HostSettings, environment: Mapping[str, str]) -> dict[str, Any]:
+def given(hosts: HostSettings, environment: Mapping[str, str]) -> dict[str, Any]:
     """What `hosts` says of the cluster, as JAX takes it; empty where it says nothing."""
-    index, where = settings.index, "hosts.index"
+    index, where = hosts.index, "hosts.index"
     if index is None and INDEX_VARIABLE in environment:
         index, where = environment[INDEX_VARIABLE], INDEX_VARIABLE
         if not index.isdecimal():
             raise BadInput(f"{where}: expected a whole number; came {index!r}.")
         index = int(index)
     parts = {
-        "hosts.coordinator": settings.coordinator,
-        "hosts.count": settings.count,
+        "hosts.coordinator": hosts.coordinator,
+        "hosts.count": hosts.count,
         f"hosts.index or {INDEX_VARIABLE}": None if index is None else str(index),
     }
     # The variable by itself may be a machine's own, for runs on many hosts.
-    if not settings.coordinator and not settings.count and settings.index is None:
+    if not hosts.coordinator and not hosts.count and hosts.index is None:
         return {}
     if missing := [name for name, value in parts.items() if not value]:
         raise BadInput(
             f"hosts: expected hosts.coordinator, hosts.count and hosts.index together, or none of "
             f"them; {' and '.join(missing)} is missing."
         )
-    if settings.join == "never":
+    if hosts.join == "never":
         raise BadInput("hosts.join: expected auto, since hosts.coordinator is given; came never.")
-    if index >= settings.count:
+    if index >= hosts.count:
         raise BadInput(
-            f"{where}: expected 0 to {settings.count - 1}, since hosts.count is {settings.count}; "
+            f"{where}: expected 0 to {hosts.count - 1}, since hosts.count is {hosts.count}; "
             f"came {index}."
         )
-    host, _, port = settings.coordinator.rpartition(":")
+    host, _, port = hosts.coordinator.rpartition(":")
     if not host or not port.isdecimal():
         raise BadInput(
-            f"hosts.coordinator: expected host:port of the first process; came "
-            f"{settings.coordinator}."
+            f"hosts.coordinator: expected host:port of the first process; came {hosts.coordinator}."
         )
     return {
-        "coordinator_address": settings.coordinator,
-        "num_processes": settings.count,
+        "coordinator_address": hosts.coordinator,
+        "num_processes": hosts.count,
         "process_id": index,
     }
 
 
 @contextlib.contextmanager
-def joined(settings: HostSettings) -> Iterator[None]:
+def joined(hosts: HostSettings) -> Iterator[None]:
     """Code in here is one process of a run. Of several, only the first is heard; and an error in
     one ends it here and now, since a process that lingers keeps the others waiting."""
-    if not join(settings):
+    if not join(hosts):
         yield
         return
     _free_standard_output()

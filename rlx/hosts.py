@@ -10,8 +10,9 @@ import pickle
 import time
 import zlib
 from collections.abc import Callable
+from io import TextIOBase
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -43,11 +44,11 @@ def first() -> bool:
     return jax.process_index() == 0
 
 
-def silence() -> TextIO:
+def silence() -> TextIOBase:
     return Path(os.devnull).open("w", encoding="utf-8")
 
 
-def heard(stream: TextIO) -> TextIO:
+def heard(stream: TextIOBase) -> TextIOBase:
     """Where this process's words go."""
     return stream if first() else silence()
 

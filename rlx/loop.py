@@ -53,7 +53,9 @@ MAY_CHANGE = {
     "checkpoint.keep_best",
     "log.samples",
     "log.tensorboard",
-    # Another mesh rounds otherwise, and computes the same.
+    # Another mesh, or steps run stage by stage (as on several hosts), round otherwise and compute
+    # the same.
+    "loop.mode",
     "mesh.data",
     "mesh.fsdp",
     "mesh.tensor",

@@ -13,7 +13,7 @@ from model.config import ModelConfig
 from model.errors import BadInput
 from model.sharding import AXES, ParameterAxes, mesh_sizes, shardings
 from rlx.hosts import check_same_data
-from rlx.settings import Config, MeshSettings, offline, rows, unit
+from rlx.settings import Config, offline, rows, unit
 
 TRAINED_BYTES = 16
 """A parameter's, its gradient's and its two moments', in float32."""
@@ -69,15 +69,14 @@ def choose(
     more of fsdp than training needs to hold its state (whole hosts, of several), the rest data.
     Where all is open and one host's devices can't be used together, as many as can.
     """
-    wanted = config.mesh
-    fixed = Sizes(wanted.data, wanted.fsdp, wanted.tensor)
+    fixed = Sizes(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     counts = [hardware.devices]
     if all(fixed):
         if fixed.devices > hardware.devices or (hardware.hosts > 1 and fixed.devices not in counts):
             which = "at most " if hardware.hosts == 1 else ""
             raise BadInput(
                 f"mesh: expected sizes whose product is {which}the number of devices, "
-                f"{hardware.devices}; came {asked(wanted)} = {fixed.devices}."
+                f"{hardware.devices}; came {asked(fixed)} = {fixed.devices}."
             )
         counts = [fixed.devices]
     elif not any(fixed) and hardware.hosts == 1:
@@ -92,7 +91,7 @@ def choose(
     if not why:
         raise BadInput(
             f"mesh: expected sizes whose product is the number of devices, {hardware.devices}; "
-            f"came {asked(wanted)}."
+            f"came {asked(fixed)}."
         )
     reasons = (f"{sizes}: {'; '.join(faults)}" for sizes, faults in why.items())
     raise BadInput("\n  ".join(["mesh: the run can't be split so.", *reasons]))
@@ -121,8 +120,8 @@ def told(sizes: Sizes, hardware: Hardware) -> str:
     return f"mesh {sizes} ({sizes.devices}{spare} devices)"
 
 
-def asked(wanted: MeshSettings) -> str:
-    return " x ".join(f"{axis} {getattr(wanted, axis) or 'auto'}" for axis in AXES)
+def asked(wanted: Sizes) -> str:
+    return " x ".join(f"{axis} {size or 'auto'}" for axis, size in wanted._asdict().items())
 
 
 def layouts(devices: int) -> Iterator[Sizes]:

@@ -50,8 +50,10 @@ def layout(batch_rows: int, micro: int, prompts: int, unit: int, prompt: int, ro
     while block > 8 and block > row // 2:
         block //= 2
     rows, single = min(batch_rows, FULLER * micro), batch_rows <= micro
-    # In a single stream there is room for each row to begin with a block: so all fit in.
-    tokens = micro * _whole(row, block) if single else _whole(micro * row, block)
+    # In a single stream there is room for each row to begin with a block: so all fit in. The rows
+    # of a larger unit do so in any stream, and a stream may be of one unit.
+    by_block = single or unit > 1
+    tokens = micro * _whole(row, block) if by_block else _whole(micro * row, block)
     tokens += prompts * _whole(max(prompt - 1, 1), block)
     return Layout(Shape(tokens, block, prompt, row), rows, unit, single)
 

@@ -20,7 +20,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import jax
 import numpy as np
 from conftest import scattered
+from safetensors.numpy import load_file
+from toy_run import arguments, lines, start
 
+import run
 from model.config import read_config
 from model.load import export
 from model.qwen import initialise
@@ -66,6 +69,10 @@ SETTINGS = (
 
 def name_of(sizes: Sizes) -> str:
     return "x".join(map(str, sizes))
+
+
+def settings_of(sizes: Sizes) -> list[str]:
+    return [f"mesh.{axis}={size}" for axis, size in sizes._asdict().items()]
 
 
 # ---- what is trained -----------------------------------------------------------------------------
@@ -143,9 +150,9 @@ def steps(folder: Path) -> dict:
 
 def train(recipe: Path, folder: Path, sizes: Sizes) -> dict:
     home = folder / name_of(sizes)
-    given = [f"mesh.{axis}={size}" for axis, size in sizes._asdict().items()]
-    changes = (*SETTINGS, *given, "optimizer.clip_norm=0", "run.name=mesh")
-    config = assemble.resolve(load_training(recipe, overrides(*changes)))
+    changes = (*SETTINGS, *settings_of(sizes), "optimizer.clip_norm=0")
+    _, _, *given = arguments(recipe, home, *changes)
+    config = assemble.resolve(load_training(recipe, given))
     with on_mesh(sizes) as mesh, Compilation() as compilation:
         keys = assemble.random_keys(config)
         policy = assemble.load_policy(config, keys.weights)
@@ -185,19 +192,6 @@ def train(recipe: Path, folder: Path, sizes: Sizes) -> dict:
         "axes": stepper.learner.axes,
         "policy": policy,
     }
-
-
-def overrides(*changes):
-    from toy_run import SMALL
-
-    settings = dict(SMALL)
-    for change in changes:
-        key, _, value = change.partition("=")
-        if key.startswith("-"):
-            del settings[key[1:]]
-        else:
-            settings[key] = value
-    return [f"{key}={value}" for key, value in settings.items()]
 
 
 def moments_of(opt_state):
@@ -252,10 +246,156 @@ def restore(runs: dict, writer: Sizes, reader: Sizes, folder: Path) -> dict:
         return {"same": all(jax.tree.leaves(same)), "astray": astray(mesh, own["axes"], state)}
 
 
+# ---- whole runs, of all kinds --------------------------------------------------------------------
+
+BOTH, WIDE = Sizes(2, 2, 2), Sizes(1, 2, 4)
+PAIRS = Path(run.__file__).parent / "configs" / "data" / "countdown_pairs.jsonl"
+GIVEN = (
+    *(f"task.file={PAIRS}", "task.train_size=32", "task.heldout_size=12", "-task.highest"),
+    *("-task.language", "-batch.samples", "-rollout.overlong_buffer", "-eval.greedy"),
+    *("sampling.max_new_tokens=96", "eval.final_problems=12"),
+)
+"""Settings of runs on given pairs, of which each device's part is no part of the held-out ones."""
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": True}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+MODELS = {
+    "tied": {},
+    "llama": LLAMA | {"tie_word_embeddings": False},
+    "qwen3": QWEN3 | {"tie_word_embeddings": False},
+}
+KINDS: dict[str, tuple[Sizes, str, tuple[str, ...]]] = {
+    # Refilled slots, several updates a step, each in pieces; a number of held-out problems that
+    # the devices do not divide.
+    "dynamic": (
+        BOTH,
+        "tied",
+        (
+            "algorithm.terms=[{name: dapo}, {name: dpo, weight: 0.1}]",
+            *("rollout.dynamic_sampling=true", "sampling.slots=8"),
+            *("batch.minibatches=2", "batch.epochs=2", "batch.micro=8", "loop.steps=2"),
+            *("eval.final_problems=5", "eval.batch=6", "model.remat=block"),
+        ),
+    ),
+    "probe": (
+        WIDE,
+        "qwen3",
+        (
+            *("rollout.probe=2", "rollout.replay=4", "rollout.retire_after=1", "batch.micro=8"),
+            # A cache in int8 rounds what was summed in another order: one row in some hundred then
+            # says something else.
+            *("sampling.weights=int8", "algorithm.name=gspo"),
+            "rollout.correction=sequence_truncate",
+        ),
+    ),
+    "critic_head": (
+        WIDE,
+        "llama",
+        (
+            *("algorithm.name=ppo", "reward.kl=k3", "reward.kl_beta=0.1", "batch.minibatches=2"),
+            *("reward.kl_target=0.01", "reward.running=true"),
+        ),
+    ),
+    "critic_model": (
+        BOTH,
+        "tied",
+        (
+            *GIVEN[:5],
+            *("-rollout.overlong_buffer", "-eval.greedy", "eval.final_problems=6"),
+            *("task.name=preference", "algorithm.name=ppo", "critic.kind=model"),
+            *("reward.source=model", "batch.minibatches=2", "batch.samples=2", "loop.mode=staged"),
+            *("critic.path=SCORER", "reward.model=SCORER", "loop.steps=2"),
+        ),
+    ),
+    "texts": (
+        BOTH,
+        "tied",
+        (*GIVEN, "task.name=chat", "algorithm.name=sft", "batch.packing=true", "batch.prompts=4"),
+    ),
+    "pairs": (
+        WIDE,
+        "qwen3",
+        (
+            *(*GIVEN, "task.name=preference", "batch.prompts=4", "batch.micro=4"),
+            "algorithm.terms=[{name: dpo}, {name: sft, weight: 0.1}]",
+        ),
+    ),
+    # Of given texts: one rounded number of a sampled one changes all that follows.
+    "bfloat16": (
+        WIDE,
+        "llama",
+        (
+            *(*GIVEN, "task.name=chat", "algorithm.name=sft", "batch.packing=false"),
+            *("model.dtype=bfloat16", "batch.prompts=4", "batch.micro=2"),
+        ),
+    ),
+}
+
+
+def runs(folder: Path, *names: str) -> dict:
+    """Runs of `run.py` on a mesh beside the same on one device."""
+    scorer = make_model(folder / "scorer", scorer=True)
+    models = {name: make_model(folder / name, **fields) for name, fields in MODELS.items()}
+    found = {}
+    for name in names or KINDS:
+        sizes, model, changes = KINDS[name]
+        model = models[model]
+        recipe = make_recipe(folder, model, verifier="-task.highest" not in changes)
+        changes = [*SETTINGS, *(c.replace("SCORER", str(scorer)) for c in changes)]
+        if "-rollout.overlong_buffer" in changes:
+            changes.remove("rollout.overlong_buffer=0")
+        for run_name, on in {"one": ONE, "mesh": sizes}.items():
+            start_whole(recipe, folder / name / run_name, *changes, *settings_of(on))
+        found[name] = compare(folder / name / "mesh", folder / name / "one", model)
+    return found
+
+
+def start_whole(recipe, home: Path, *changes) -> None:
+    if start(recipe, home, *changes):
+        raise SystemExit(f"{home}: the run was refused")
+
+
+def compare(got: Path, wanted: Path, model: Path) -> dict:
+    before = load_file(model / "model.safetensors")
+    after, expected = (load_file(home / "hf" / "model.safetensors") for home in (got, wanted))
+    kept = [name for name in expected if name in before]
+    moved = [{name: np.float64(x[name]) - before[name] for name in kept} for x in (after, expected)]
+    texts = [
+        [line.get("completion") for line in lines(home / "samples.jsonl")]
+        for home in (got, wanted)
+        if (home / "samples.jsonl").exists()
+    ]
+    return {
+        "movement_gap": gap(*moved),
+        "size": float(np.sqrt(sum(np.sum(x**2) for x in moved[1].values()))),
+        "texts": [len(x) for x in texts],
+        "same_texts": not texts or texts[0] == texts[1],
+        "metrics": unlike(lines(got / "metrics.jsonl"), lines(wanted / "metrics.jsonl")),
+    }
+
+
+UNLIKE = ("seconds", "tokens_per_second", "padding", "sampler_gap", "compile", "phase", "memory")
+"""What is not the same on other devices: padding is that of each device's own streams."""
+
+
+def unlike(got: list[dict], wanted: list[dict]) -> dict:
+    """Metrics that differ by more than rounding."""
+    found = {}
+    for a, b in zip(got, wanted, strict=True):
+        for name in a.keys() | b.keys():
+            x, y = a.get(name), b.get(name)
+            if x == y or name.startswith(UNLIKE):
+                continue
+            numbers = isinstance(x, float | int) and isinstance(y, float | int)
+            if not numbers or abs(x - y) > 1e-3 * max(abs(y), 1e-2):
+                found[name] = [x, y]
+    return found
+
+
 if __name__ == "__main__":
     jax.config.update("jax_disable_most_optimizations", True)
     # Layers are scanned, as on an accelerator.
     assemble.UNROLLED_LAYERS = 0
+    what, home, *names = sys.argv[1:]
     with contextlib.redirect_stdout(sys.stderr):
-        told = {"steps": steps}[sys.argv[1]](Path(sys.argv[2]))
+        told = {"steps": steps, "runs": runs}[what](Path(home), *names)
     print(json.dumps(told))

@@ -185,7 +185,9 @@ def test_no_gradient_of_the_base_is_computed(packing):
     what has that of the head; when all is trained they do."""
     # What is left out of a program is so by XLA's passes.
     jax.config.update("jax_disable_most_optimizations", False)
-    shape = dataclasses.replace(CONFIG, hidden_size=72, intermediate_size=136, vocab_size=480)
+    shape = dataclasses.replace(
+        CONFIG, hidden_size=72, intermediate_size=136, vocab_size=480, num_layers=1
+    )
     params = initialise(shape, jax.random.key(0))
     base = scaled(params, ALL, SCALE)
     adapters = initial(base, ALL, RANK, jax.random.key(1))
@@ -241,21 +243,20 @@ def test_a_projection_that_the_model_has_not_is_refused():
 
 # ---- PEFT -------------------------------------------------------------------------------------
 
-TOKENS = np.random.default_rng(5).integers(0, 60, (2, 7)).astype(np.int32)
-PLACES = np.broadcast_to(np.arange(7, dtype=np.int32), TOKENS.shape)
+TOKENS = jnp.asarray(np.random.default_rng(5).integers(0, 60, (2, 7)), jnp.int32)
+PLACES = jnp.broadcast_to(jnp.arange(7), TOKENS.shape)
 
 
 def peft_logits(model):
     with torch.no_grad():
-        return model.eval()(torch.tensor(TOKENS).long()).logits.float().numpy()
+        return model.eval()(torch.tensor(np.asarray(TOKENS)).long()).logits.float().numpy()
 
 
 def our_logits(config, params):
     return logits_of(config)(params, TOKENS, PLACES)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
-@pytest.mark.parametrize("targets", [ALL, SOME])
+@pytest.mark.parametrize("family, targets", [("qwen2", ALL), ("qwen3", ALL), ("llama", SOME)])
 def test_peft_loads_ours_with_equal_logits(checkpoint, tmp_path, family, targets):
     found = checkpoint(family)
     base = scaled(found.params, targets, 8 / RANK)
@@ -303,7 +304,7 @@ def test_gradients_are_those_of_peft(checkpoint, tmp_path):
     save_adapters(tmp_path / "adapter", adapters, found.config, alpha=6.0, base=found.folder)
     theirs = AutoModelForCausalLM.from_pretrained(found.folder, dtype=torch.float32)
     theirs = PeftModel.from_pretrained(theirs, tmp_path / "adapter", is_trainable=True).eval()
-    tokens = torch.tensor(TOKENS).long()
+    tokens = torch.tensor(np.asarray(TOKENS)).long()
     theirs(tokens, labels=tokens).loss.backward()
 
     def nll(adapters):

@@ -153,7 +153,7 @@ def test_the_reference_is_no_second_copy(recipe, base):
 
 
 KINDS = {
-    "sft": ("task.name=chat", "algorithm.name=sft"),
+    "sft": ("task.name=chat", "algorithm.name=sft", "batch.packing=true"),
     "dpo": ("task.name=preference", "algorithm.name=dpo"),
     "reward_model": ("task.name=preference", "algorithm.name=reward_model"),
 }

@@ -1,4 +1,4 @@
-"""Meshes of 8 virtual devices against one device: tests/mesh_cases.py trains on them, these read."""
+"""Meshes of 8 virtual devices against one device: tests/mesh_cases.py trains, these read."""
 
 import json
 import os

@@ -6,7 +6,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from model.config import (
     FAMILIES,
@@ -88,8 +88,37 @@ LLAMA = {
     "mlp_bias": False,
     "attention_bias": False,
 }
-PUBLISHED = {"qwen2": QWEN25_05B, "qwen3": QWEN3_06B, "llama": LLAMA}
-CLASSES = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+QWEN3_30B_A3B = QWEN3_06B | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "tie_word_embeddings": False,
+}
+PUBLISHED = {
+    "qwen2": QWEN25_05B,
+    "qwen3": QWEN3_06B,
+    "qwen3_moe": QWEN3_30B_A3B,
+    "llama": LLAMA,
+}
+CLASSES = {
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+    "llama": LlamaConfig,
+}
 
 
 def refuses(config, match):
@@ -144,6 +173,12 @@ def test_defaults_are_those_of_transformers(family):
     assert config.max_positions == reference.max_position_embeddings
     assert config.head_dim == getattr(reference, "head_dim", 64 // 4)
     assert config.qkv_bias == getattr(reference, "attention_bias", family == "qwen2")
+    if family == "qwen3_moe":
+        assert config.num_experts == reference.num_experts
+        assert config.experts_per_token == reference.num_experts_per_tok
+        assert config.expert_size == reference.moe_intermediate_size
+        assert config.renormalise_experts == reference.norm_topk_prob
+        assert config.router_aux_coefficient == reference.router_aux_loss_coef
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -218,8 +253,8 @@ def test_what_the_model_does_not_do_is_refused_by_name(change):
 
 
 def test_other_families_are_refused_with_the_list():
-    for family in ("qwen3_moe", "mistral", None):
-        refuses(LLAMA | {"model_type": family}, f"{family!r}.*qwen2, qwen3, llama")
+    for family in ("qwen3_next", "mistral", None):
+        refuses(LLAMA | {"model_type": family}, f"{family!r}.*qwen2, qwen3, qwen3_moe, llama")
 
 
 def test_all_faults_come_in_one_error():
@@ -256,9 +291,19 @@ def test_what_is_written_reads_back(family, data):
         tie_embeddings=data.draw(st.booleans()),
         qkv_bias=bias or family == "qwen2",
         output_bias=bias and family != "qwen2",
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         max_positions=data.draw(count),
     )
+    if family == "qwen3_moe":
+        chosen = data.draw(count)
+        config = dataclasses.replace(
+            config,
+            num_experts=chosen + data.draw(count),
+            experts_per_token=chosen,
+            expert_size=data.draw(count),
+            renormalise_experts=data.draw(st.booleans()),
+            router_aux_coefficient=data.draw(st.floats(0, 1)),
+        )
     written = json.loads(json.dumps(to_hugging_face(config, dtype="bfloat16")))
     assert from_hugging_face(written) == config
 

@@ -134,7 +134,8 @@ KINDS = [(FIRST_POWER, FIRST_CODES, jnp.int8), (SECOND_POWER, SECOND_CODES, jnp.
 
 
 def widened(blocks, power, largest):
-    return np.asarray(optimizer_state.widened(blocks, power, largest))
+    # Means over thousands of rows are taken of it: in float32 they would be rounded.
+    return np.asarray(optimizer_state.widened(blocks, power, largest), np.float64)
 
 
 @pytest.mark.parametrize(("power", "largest", "codes"), KINDS, ids=["first", "second"])
@@ -238,21 +239,29 @@ def distance(one, other):
 
 
 def test_two_hundred_updates_go_where_those_of_float32_go(params):
-    """As a share of the way that float32 went; other rows in other order end 0.8 of it apart."""
+    """As a share of the way that float32 went; the same rows drawn by another
+    seed end 0.9 of it apart."""
     whole, loss, first = learnt(params, "float32")
     way = distance(whole, params)
     assert loss < 0.6 * first
     other, _, _ = learnt(params, "float32", seed=1)
     chance = distance(other, whole) / way
-    for state_dtype, limit in (("bfloat16", 0.2), ("int8", 0.4)):
+    for state_dtype, limit in (("bfloat16", 0.15), ("int8", 0.3)):
         found, value, _ = learnt(params, state_dtype)
         share = distance(found, whole) / way
-        print(state_dtype, "apart", share, "chance", chance, "loss", value, loss)
         assert share < limit < chance, state_dtype
         assert value == pytest.approx(loss, rel=0.03), state_dtype
 
 
-def test_it_composes_with_clipping_a_critic_and_skipped_updates(monkeypatch):
+@pytest.fixture
+def quick():
+    """LLVM's passes are half of compiling a program this small."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def test_it_composes_with_clipping_a_critic_and_skipped_updates(monkeypatch, quick):
     monkeypatch.setattr(optimizer_state, "SMALLEST", 1)
     monkeypatch.setattr(optimizer_state, "NARROWEST", 8)
     both = apart(rule("int8", clip_norm=1.0), rule("bfloat16", learning_rate=0.02))

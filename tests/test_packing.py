@@ -155,6 +155,19 @@ def test_pairs_stay_in_one_stream():
     assert float(our_value) == pytest.approx(float(value), abs=1e-6)
 
 
+def test_a_stream_of_one_pair_holds_it_at_full_length():
+    """Its rows each begin with a block: room for their tokens side by side was too little, and the
+    second one lost its end. So it was on a mesh, whose devices each take a part of `micro`."""
+    made = learner("dpo", micro=2, hyper={"beta": 0.5})
+    rows = groups([11] * 12, [6, 3, 2], ("dpo",))
+    grads, value, _ = jax.jit(functools.partial(gradients, made))((initial_params(), {}), rows)
+    ours, our_value, _ = jax.jit(functools.partial(gradients, packed(made)))(
+        (initial_params(), {}), rows
+    )
+    assert_close(ours, grads)
+    assert float(our_value) == pytest.approx(float(value), abs=1e-6)
+
+
 def test_shuffled_mini_batches_are_the_same_rows():
     """Packing puts the rows of a prompt side by side again; which rows an update sees stays."""
     made = learner("grpo", micro=4, minibatches=2, epochs=2)
