@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 
 from rlx.hlo import Computation, Instruction, largest_array
 
@@ -21,6 +22,12 @@ COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
+
+
+MESH = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((\[[^)]*\)?)\))?\s*\{([^}]*)\}"
+)
+IOTA = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 
 class Message(NamedTuple):
@@ -41,12 +48,12 @@ def collective(opcode: str) -> str | None:
 
 
 def message(
-    line: Instruction, computation: Computation, hosts: Sequence[int] | None
+    line: Instruction, computation: Computation, devices: int, hosts: Sequence[int] | None
 ) -> tuple[Message, float]:
     """What a collective is, and how many bytes each of its devices sends. `hosts` says on which
-    host each device is, None where all are on one."""
+    host each of the `devices` is, None where all are on one."""
     kind = collective(line.opcode)
-    groups = replica_groups(line.text, len(hosts) if hosts else None)
+    groups = replica_groups(line.text, devices)
     operand = sum(largest_array(computation[x].shape) for x in line.operands)
     n = len(groups[0]) if groups else 1
     beside = n
@@ -69,32 +76,41 @@ def message(
     return Message(kind, n, beside), operand * sent
 
 
-def replica_groups(text: str, devices: int | None = None) -> list[list[int]]:
+def replica_groups(text: str, devices: int) -> list[list[int]]:
     """Of a collective: who exchanges with whom. In any of the three forms that XLA writes."""
     if found := re.search(r"source_target_pairs=\{(\{.*?\})\}", text):
         return _lists(found[1])
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\](?:\([^)]*\))?\s*\{([^}]*)\}", text):
+    if found := MESH.search(text):
         axes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])}
-        return _of_mesh(axes, found[2])
-    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
-    if iota:
-        shape, reshaped = ([int(x) for x in iota[i].split(",")] for i in (1, 2))
-        ids = np.arange(np.prod(reshaped)).reshape(reshaped)
-        if iota[3]:
-            ids = ids.transpose([int(x) for x in iota[3].split(",")])
-        return ids.reshape(shape).tolist()
+        order = IOTA.match(found[2]) if found[2] else None
+        devices_of = _iota(order[1], order[2]) if order else None
+        return _of_mesh(axes, found[3], devices_of)
+    if found := re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", text):
+        order = IOTA.match(found[2])
+        return _iota(order[1], order[2]).reshape([int(x) for x in found[1].split(",")]).tolist()
     if found := re.search(r"replica_groups=\{(\{.*?\})\}", text):
         return _lists(found[1])
-    # `{}`: all devices in one group.
-    return [list(range(devices))] if devices else []
+    if "replica_groups={}" in text or "replica_groups" not in text:
+        return [list(range(devices))]
+    raise ValueError(f"unknown form of replica groups: {text[:200]}")
 
 
 def _lists(text: str) -> list[list[int]]:
     return [[int(x) for x in group.split(",") if x] for group in re.findall(r"\{([\d,]*)\}", text)]
 
 
-def _of_mesh(axes: dict[str, int], chosen: str) -> list[list[int]]:
-    """Groups along some axes of a mesh, `'a'`, or along a part of one, `'a':(before)size`."""
+def _iota(shape: str, order: str | None) -> Int[np.ndarray, " n"]:
+    """`[4,2]T(1,0)`: numbers that count up along the axes in another order."""
+    sizes = [int(x) for x in shape.split(",")]
+    ids = np.arange(np.prod(sizes)).reshape(sizes)
+    return (ids.transpose([int(x) for x in order.split(",")]) if order else ids).reshape(-1)
+
+
+def _of_mesh(
+    axes: dict[str, int], chosen: str, devices: Int[np.ndarray, " n"] | None
+) -> list[list[int]]:
+    """Groups along some axes of a mesh, `'a'`, or along a part of one, `'a':(before)size`;
+    `devices` are those of the mesh in order, None where they count up."""
     sizes, along = [], []
     parts = {
         name: (int(before or 1), int(size or 0))
@@ -108,7 +124,7 @@ def _of_mesh(axes: dict[str, int], chosen: str) -> list[list[int]]:
         else:
             sizes.append(whole)
             along.append(name in parts)
-    ids = np.arange(np.prod(sizes)).reshape(sizes)
+    ids = (np.arange(np.prod(sizes)) if devices is None else devices).reshape(sizes)
     order = [i for i, x in enumerate(along) if not x] + [i for i, x in enumerate(along) if x]
     count = int(np.prod([size for size, x in zip(sizes, along, strict=True) if x]))
     return ids.transpose(order).reshape(-1, count).tolist()

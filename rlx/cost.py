@@ -178,8 +178,9 @@ def cost(
     counts. Of a conditional the costliest branch counts. `hosts`: on which host each device is.
     Raises BadInput that lists the loops without a number.
     """
-    module = parse(text)
-    unknown = []
+    module, unknown = parse(text), []
+    partitions = re.search(r"^HloModule .*num_partitions=(\d+)", text)
+    devices = len(hosts) if hosts else int(partitions[1]) if partitions else 1
 
     @functools.cache
     def of(name: str, fused: bool) -> Cost:
@@ -195,7 +196,7 @@ def cost(
                 target = attribute(line.text, "custom_call_target")
                 parts.append(Cost(uncounted={} if target in NO_WORK else {target: 1}))
             elif collective(line.opcode):
-                kind, sent = message(line, computation, hosts)
+                kind, sent = message(line, computation, devices, hosts)
                 # What is begun, waited for and computed beside is one exchange, on one channel.
                 channel = re.search(r"channel_id=(\d+)", line.text)
                 parts.append(Cost(channels={(kind, channel[1] if channel else line.name): sent}))

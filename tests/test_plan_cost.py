@@ -213,12 +213,23 @@ def test_a_ring_sends_what_its_formula_says(instruction, sent):
         ("replica_groups=mesh['a'=2,'b'=2] {'a'}", [[0, 2], [1, 3]]),
         ("replica_groups=mesh['a'=4] {'a':(2)2}", [[0, 1], [2, 3]]),
         ("replica_groups=mesh['a'=4] {'a':(1)2}", [[0, 2], [1, 3]]),
+        (
+            "replica_groups=mesh['a'=1,'b'=2,'c'=2], device_ids=([2,2]T(1,0)) {'b'}",
+            [[0, 1], [2, 3]],
+        ),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=([4]) {'b'}", [[0, 1], [2, 3]]),
         ("replica_groups={}", [[0, 1, 2, 3]]),
     ],
 )
 def test_groups_are_read_in_each_form_that_they_are_written_in(text, groups):
     found = replica_groups(f"(%a), {text}, dimensions={{0}}", 4)
     assert sorted(found) == groups
+
+
+def test_groups_in_an_unknown_form_are_no_groups_of_one():
+    # Which would send nothing.
+    with pytest.raises(ValueError, match="unknown form"):
+        replica_groups("(%a), replica_groups=ring(4), dimensions={0}", 4)
 
 
 def test_a_group_across_hosts_is_known_by_the_hosts_of_its_devices():
