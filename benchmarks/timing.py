@@ -111,7 +111,7 @@ def summary(rows: list[tuple[float, float, float]], first: float) -> dict:
         "first_call_s": round(first, 3),
         "own_cores_used": round(statistics.median(row[1] for row in used), 2),
         "other_cores_used": round(max(row[2] for row in used), 2),
-        "peak_rss_timed_mb": _peak_megabytes(),
+        "peak_rss_timed_mb": peak_megabytes(),
     }
 
 
@@ -126,7 +126,7 @@ def process_megabytes() -> float:
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
 
 
-def _peak_megabytes() -> float | None:
+def peak_megabytes() -> float | None:
     try:
         lines = (PROC / "self" / "status").read_text().splitlines()
     except OSError:

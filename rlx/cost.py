@@ -152,6 +152,8 @@ NO_WORK = (
     "AssumeGatherIndicesInBound",
     "AsyncCollectiveDone",
     "AsyncCollectiveStart",
+    "ConcatBitcast",
+    "GatherScatterIndicesBitpacked",
     "LayoutConstraint",
     "Sharding",
     "ShapeAssertion",

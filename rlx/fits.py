@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import jax
 
 from model.errors import BadInput
+from rlx.hidden import LIBRARY, library_bytes
+from rlx.hlo import parse
 from rlx.settings import Config, offline
 
 GIB = 2**30
@@ -32,10 +34,13 @@ def usage(compiled: Any, held: int = 0) -> Usage:
     arguments included."""
     found = compiled.memory_analysis()
     arguments = found.argument_size_in_bytes
+    text = compiled.as_text()
+    # Only a CPU's compiler leaves a part of the memory to a library.
+    hidden = library_bytes(parse(text)) if LIBRARY in text else 0
     return Usage(
         arguments,
         found.output_size_in_bytes,
-        found.temp_size_in_bytes,
+        found.temp_size_in_bytes + hidden,
         found.alias_size_in_bytes,
         max(0, held - arguments),
     )

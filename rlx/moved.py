@@ -2,8 +2,9 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
-from rlx.hlo import Computation, Instruction, Module, array_bytes, attribute
+from rlx.hlo import ARRAY, Computation, Instruction, Module, array_bytes, attribute
 
 FREE = frozenset(
     (
@@ -27,6 +28,10 @@ def instruction_bytes(line: Instruction, computation: Computation) -> int:
         return array_bytes(line.shape, True) + array_bytes(line.shape)
     if line.opcode == "dynamic-update-slice":
         return 2 * array_bytes(operands[1].shape, True)
+    if line.opcode.removesuffix("-start") in SLICES:
+        # Its shape holds what it slices, whole, before the slice.
+        slice_shape = [found[0] for found in ARRAY.finditer(line.shape)][1]
+        return array_bytes(slice_shape, True) + array_bytes(slice_shape)
     if line.opcode.endswith("-start") and line.shape.startswith("("):
         # Its shape holds what it reads beside what it writes.
         return array_bytes(line.shape)
@@ -52,27 +57,39 @@ def _kept(module: Module, inner: Computation) -> Iterator[int]:
             yield from _kept(module, module.computations[attribute(part.text, "calls")])
 
 
-def _read(module: Module, inner: Computation, part: Instruction) -> int:
-    """Bytes that the users of `part`, a parameter or the same behind a bitcast, read of it."""
+def _read(
+    module: Module,
+    inner: Computation,
+    part: Instruction,
+    outside: tuple[Any, ...] = (),
+) -> int:
+    """Bytes that the users of `part`, a parameter or the same behind a bitcast, read of it.
+
+    `outside` are the same arguments for the fusion that `inner` is of, where it lies in another:
+    who reads its result reads `part`, if that is its result.
+    """
     whole, read = array_bytes(part.shape), 0
+    if part.root:
+        return min(whole, _read(module, *outside)) if outside else whole
     for user, place in _users(inner)[part.name]:
         if user.opcode in SLICES and place == 0:
             read += array_bytes(user.shape, True)
         elif user.opcode in SEEN_THROUGH:
-            read += _read(module, inner, user) if whole else 0
+            # A bitcast may forget where its operand lies.
+            read += min(whole, _read(module, inner, user, outside))
         elif user.opcode == "fusion":
             called = module.computations[attribute(user.text, "calls")]
-            parameter = next(
-                x
-                for x in called.values()
-                if x.opcode == "parameter" and x.text.startswith(f"({place})")
-            )
-            read += _read(module, called, parameter)
+            read += _read(module, called, _parameter(called, place), (inner, user, outside))
         elif user.opcode != "dynamic-update-slice" or place:
             read = whole
         if read >= whole:
             return whole
     return min(read, whole)
+
+
+def _parameter(called: Computation, place: int) -> Instruction:
+    found = (x for x in called.values() if x.opcode == "parameter")
+    return next(x for x in found if x.text.startswith(f"({place})"))
 
 
 def _users(inner: Computation) -> dict[str, list[tuple[Instruction, int]]]:

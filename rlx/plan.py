@@ -209,7 +209,7 @@ def _needed(message: str) -> int | None:
     return int(float(found[1]) * UNITS[found[2]]) if found else None
 
 
-def compare(planner: Planner, config: Config) -> list[Outlook]:
+def compare(planner: Any, config: Config) -> list[Outlook]:
     """All legal meshes, those that fit first, the fastest first."""
     found = []
     for sizes in planner.legal(config):
@@ -224,7 +224,7 @@ def _peaks(outlook: Outlook) -> list[int]:
     return [estimate.peak for estimate in outlook.estimates]
 
 
-def fit(planner: Planner, config: Config, sizes: Sizes) -> dict[str, Any]:
+def fit(planner: Any, config: Config, sizes: Sizes) -> dict[str, Any]:
     """The largest batch.micro that fits at this number of rows, and with it the largest number of
     prompts, in doublings. Each 0 where nothing fits."""
     of_update = ("update", "score", "prepare")

@@ -81,6 +81,7 @@ PROGRAMS = {
         (of((3, 8, 16, 32)), of((3, 8, 32, 24))),
     ),
     "attention": (attention, (HEADS, HEADS, HEADS)),
+    "large": (jnp.matmul, (of((512, 8192)), of((8192, 8192)))),
     "vector": (jnp.matmul, (of((1, 256)), of((256, 512)))),
     "scan": (chain, (of((64, 128)), of((5, 128, 128)))),
     "nested": (nested, (of((64, 128)), of((5, 128, 128)))),
@@ -143,11 +144,15 @@ def test_parts_of_a_product_are_added_up_once(target):
 
 
 @pytest.mark.parametrize("target", TARGETS[1:])
-def test_bytes_are_about_those_of_operands_and_results(target):
-    found = cost(compiled(target, "attention"))
-    operands = 3 * 2 * 128 * 4 * 64 * 2
+@pytest.mark.parametrize("name", ["attention", "large"])
+def test_bytes_are_about_those_of_operands_and_results(target, name):
+    # A TPU's fusion reads its operands through fusions within it: to miss them counts a third.
+    operands = sum(x.size * x.dtype.itemsize for x, _ in PROGRAMS[name][1])
+    least = operands + {"attention": operands // 3, "large": 2 * 512 * 8192}[name]
     # No more than the scores beside them, in float32, written and read a few times.
-    assert operands <= found.bytes <= operands + 6 * 4 * 2 * 4 * 128 * 128
+    scores = {"attention": 6 * 4 * 2 * 4 * 128 * 128, "large": 0}[name]
+    found = cost(compiled(target, name))
+    assert 0.95 * least <= found.bytes <= 1.05 * least + scores
 
 
 def program(instruction, operand="f32[8,128]{1,0}"):
