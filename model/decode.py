@@ -185,10 +185,19 @@ def in_type(
 def laid_out(params: PyTree) -> PyTree:
     """Layers in a list, so that no step slices a stacked array, and projections of one input side
     by side."""
-    stacked = joined(params["layers"])
-    count = jax.tree.leaves(stacked)[0].shape[0]
-    layers = [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(count)]
+    return side_by_side(unstacked(params))
+
+
+def unstacked(params: PyTree) -> PyTree:
+    """Layers in a list."""
+    count = jax.tree.leaves(params["layers"])[0].shape[0]
+    layers = [jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(count)]
     return params | {"layers": layers}
+
+
+def side_by_side(params: PyTree) -> PyTree:
+    """Projections of one input in one kernel, in each layer of the list."""
+    return params | {"layers": [joined(layer) for layer in params["layers"]]}
 
 
 def _unrolled(config, params, tokens, positions, contexts, dtype, axis):

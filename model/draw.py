@@ -58,8 +58,11 @@ def draw_token(
     greedy = jnp.equal(temperature, 0)
     divisor = jnp.where(greedy, 1.0, temperature)
     highest, lowest = jnp.max(logits, axis=-1), jnp.min(logits, axis=-1)
+    finite = jnp.isfinite(highest) & jnp.isfinite(lowest)
     if axis is not None:
-        highest, lowest = jax.lax.pmax(highest, axis), jax.lax.pmin(lowest, axis)
+        highest = jax.lax.pmax(highest, axis)
+        # A maximum over devices may leave a NaN out.
+        finite = jax.lax.pmin(finite.astype(jnp.int32), axis) > 0
     scaled, top = logits / divisor, highest / divisor
     weights = jnp.exp(scaled - top[:, None])
     total = jnp.sum(_masses(weights), axis=-1)
@@ -77,7 +80,7 @@ def draw_token(
         chosen = jnp.take_along_axis(scaled, place[:, None], axis=-1)[:, 0]
         token, chosen = (jax.lax.psum(jnp.where(here, x, 0), axis) for x in (token, chosen))
     logprob = chosen - top - jnp.log(total)
-    return Drawn(token, logprob, jnp.isfinite(highest) & jnp.isfinite(lowest))
+    return Drawn(token, logprob, finite)
 
 
 def _blocks(weights):

@@ -296,8 +296,8 @@ def head_kernel(config: ModelConfig, params: PyTree) -> Float[Array, "D V"]:
 
 
 def joined(layers: PyTree) -> PyTree:
-    """Stacked layers with the projections of one input in one kernel: fewer and larger products.
-    Each number of the output is the same sum."""
+    """A layer, or all of them stacked, with the projections of one input in one kernel: fewer and
+    larger products. Each number of the output is the same sum."""
 
     def beside(module, names, axis):
         parts = [module[name] for name in names]

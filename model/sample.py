@@ -30,9 +30,10 @@ from model.decode import (
     decode,
     emptied,
     in_type,
-    laid_out,
     prefill,
     room,
+    side_by_side,
+    unstacked,
     widened,
 )
 from model.draw import Drawn, Filters, draw_token
@@ -159,7 +160,8 @@ def sample(
     kernel = head_kernel(config, params)
     kernel, scale = quantize(kernel, 0) if weights == "int8" else (kernel.astype(dtype), None)
     given = Given(
-        params=in_type(params, dtype, activations, weights),
+        # Layer by layer, so that on a mesh one at a time is gathered.
+        params=unstacked(in_type(params, dtype, activations, weights)),
         kernel=kernel,
         kernel_scale=scale,
         tokens=tokens,
@@ -191,7 +193,7 @@ class Given(NamedTuple):
     """All that sampling needs, on whatever devices."""
 
     params: PyTree
-    """Of their types."""
+    """Of their types, with layers in a list."""
     kernel: Float[Array, "D V"] | Int8[Array, "D V"]
     """The head's."""
     kernel_scale: Float[Array, " V"] | None
@@ -210,11 +212,13 @@ def _partition(config: ModelConfig, given: Given) -> Given:
     axes = parameter_axes(config)
 
     def of_leaf(path, leaf):
-        *outer, kind = (key.key for key in path)
+        *outer, kind = (key.key for key in path if isinstance(key, jax.tree_util.DictKey))
         names = axes[*outer, "kernel" if kind == "kernel_scale" else kind]
         if kind == "kernel_scale":
             inputs = kernel_inputs(*outer)
             names = tuple(name for i, name in enumerate(names) if i not in inputs)
+        if outer[0] == "layers":
+            names = names[1:]
         return PartitionSpec(*(of_tensor(name) for name in names))
 
     def of_tensor(name):
@@ -256,7 +260,7 @@ def _sample_part(
     prompts = tokens.shape[0]
     count = prompts * group
     rounded = scale is not None or cache == "int8"
-    params = laid_out(given.params)
+    params = side_by_side(given.params)
     prompt_mask = positions[:, :-1] >= 0
     prefilled = prefill(config, params, tokens[:, :-1], positions[:, :-1], dtype, cache, axis)
     rows = Rows(

@@ -199,7 +199,7 @@ def given_text(
             max_new_tokens=sampling.max_new_tokens,
         )
     elif conversations := task.heldout_conversations if heldout else task.conversations:
-        packing = config.batch.packing and not heldout
+        packing = bool(config.batch.packing) and not heldout
         data, notes = chat_rows(conversations, tokenizer, width=width, packing=packing)
     elif task.demonstrate is not None:
         if config.batch.packing:

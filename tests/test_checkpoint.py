@@ -1,6 +1,10 @@
 """Checkpoints: what is saved comes back, whole ones only, the last and the best kept."""
 
 import gc
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -93,3 +97,28 @@ def test_a_failed_save_ends_in_an_error(tmp_path):
     # What the broken save left unfinished goes now, and its warnings with it.
     del kept
     gc.collect()
+
+
+KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, "tests")
+from test_checkpoint import checkpoints, state_at
+with checkpoints(Path(sys.argv[1]), keep=1) as kept:
+    kept.save(state_at(1), None)
+    kept.wait()
+    kept.save(state_at(2), None)
+    time.sleep(float(sys.argv[2]))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.03])
+def test_a_kill_while_saving_leaves_a_whole_checkpoint(tmp_path, seconds):
+    """With one kept, the old one deleted first would leave none."""
+    root = Path(__file__).parents[1]
+    ended = subprocess.run([sys.executable, "-c", KILLED, tmp_path, str(seconds)], cwd=root)
+    assert ended.returncode == -signal.SIGKILL
+    with checkpoints(tmp_path, keep=1) as kept:
+        assert kept.latest in (1, 2)
+        assert kept.restore(jax.eval_shape(lambda: state_at(0))).step == kept.latest

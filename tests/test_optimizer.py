@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from toy import initial_params
 
@@ -58,3 +59,15 @@ def test_no_clipping_at_a_limit_of_zero():
     for grad in (0.0, 50.0):
         updates, _ = rule.update({"a": {"kernel": jnp.full(2, grad)}}, rule.init(params), params)
         np.testing.assert_array_equal(updates["a"]["kernel"], -grad)
+
+
+def test_small_updates_are_not_lost():
+    """0.5 in bfloat16 is 0.002 from its neighbours: ten updates of 1e-6 would leave it at 0.5."""
+    settings = OptimizerSettings(learning_rate=1e-6, clip_norm=0.0)
+    rule = make_optimizer(settings, schedule(settings, 10))
+    params = {"a": {"kernel": jnp.full(2, 0.5, jnp.float32)}}
+    state = rule.init(params)
+    for _ in range(10):
+        updates, state = rule.update({"a": {"kernel": jnp.full(2, -3.0)}}, state, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(params["a"]["kernel"] - 0.5, 1e-5, rtol=0.05)
