@@ -5,6 +5,7 @@ Pallas interprets the TPU's on a CPU.
 """
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -217,7 +218,8 @@ def test_the_gradient_for_an_nvidia_gpu_calls_the_kernel(tiny_config):
     try:
         text = gradient_text(config, "cudnn", "cuda", SINGLE)
     except RuntimeError as error:
-        if "cuDNN is not detected" not in str(error):
+        # Without the CUDA plugin it is not detected, with it and no library not found.
+        if not re.search("cuDNN (is not detected|not found)", str(error)):
             raise
         pytest.skip("lowering asks cuDNN for its version, and there is no cuDNN here")
     assert "__cudnn$fmhaSoftmax" in text and "__cudnn$fmhaSoftmaxBackward" in text
