@@ -97,10 +97,22 @@ class Checkpoints:
         """The policy's parameters alone, of the shapes and types of `like`; nothing else of the
         state is read."""
         step = self.latest if step is None else step
+        # Where the run's devices are not here, each array lies on the first that is.
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        placed = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=getattr(x, "sharding", None) or here
+            ),
+            {"params": like},
+        )
         with ocp.PyTreeCheckpointer() as reader:
             restored = reader.restore(
                 self.folder.absolute() / str(step) / "default",
-                args=ocp.args.PyTreeRestore({"params": like}, partial_restore=True),
+                args=ocp.args.PyTreeRestore(
+                    placed,
+                    restore_args=ocp.checkpoint_utils.construct_restore_args(placed),
+                    partial_restore=True,
+                ),
             )
         return restored["params"]
 

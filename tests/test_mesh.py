@@ -59,7 +59,7 @@ def test_parameters_and_moments_stay_where_they_belong(found, mesh):
 def test_a_device_holds_its_part_of_the_state(found, mesh, parts):
     """Over fsdp 8 about an eighth: norms and the biases of no head are whole on each device."""
     for held in found[mesh]["share"].values():
-        assert 1 / parts <= held < 1.05 / parts + 1e-9
+        assert 1 / parts <= held < 1.1 / parts
 
 
 @pytest.mark.parametrize("mesh", (ONE, *MESHES))

@@ -133,7 +133,7 @@ def test_a_cache_that_grows_gives_the_same_text(monkeypatch, program, narrowest,
     assert model.sample.cache_widths(32) == widths
     grown = program.__wrapped__(NEVER, None, None, 32)
     np.testing.assert_array_equal(grown.tokens, whole.tokens)
-    np.testing.assert_allclose(grown.logprobs, whole.logprobs, atol=1e-6)
+    np.testing.assert_allclose(grown.logprobs, whole.logprobs, atol=5e-6)
     assert bool(grown.mask.all())
 
 
