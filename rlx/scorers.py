@@ -4,6 +4,8 @@ import dataclasses
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from model.config import ModelConfig, read_config
