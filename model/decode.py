@@ -1,6 +1,6 @@
 """Decoding: the prompts' pass, the caches, and one new token a row.
 
-    weights = prepare(params, dtype)
+    weights = side_by_side(unstacked(in_type(params, dtype)))
     prompts = prefill(config, weights, tokens, positions)
     caches = [room(prompt, rows, columns) for prompt in prompts]
     hidden, caches = decode(config, weights, tokens, positions, caches, visible)
@@ -144,16 +144,6 @@ def _written(cache, key, value, column):
     return {name: put(name, part) for name, part in new.items()}
 
 
-def prepare(
-    params: PyTree,
-    dtype: DTypeLike,
-    activations: DTypeLike | None = None,
-    weights: Stored = "auto",
-) -> PyTree:
-    """The parameters as decoding reads them: `in_type` and `laid_out`."""
-    return laid_out(in_type(params, dtype, activations, weights))
-
-
 def in_type(
     params: PyTree,
     dtype: DTypeLike,
@@ -182,14 +172,8 @@ def in_type(
     return jax.tree_util.tree_map_with_path(in_use, params)
 
 
-def laid_out(params: PyTree) -> PyTree:
-    """Layers in a list, so that no step slices a stacked array, and projections of one input side
-    by side."""
-    return side_by_side(unstacked(params))
-
-
 def unstacked(params: PyTree) -> PyTree:
-    """Layers in a list."""
+    """Layers in a list, so that no step slices a stacked array."""
     count = jax.tree.leaves(params["layers"])[0].shape[0]
     layers = [jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(count)]
     return params | {"layers": layers}

@@ -228,7 +228,7 @@ def _partition(config: ModelConfig, given: Given) -> Given:
     return Given(
         params=jax.tree_util.tree_map_with_path(of_leaf, given.params),
         kernel=PartitionSpec(None, TENSOR),
-        kernel_scale=(given.kernel_scale is not None and PartitionSpec(TENSOR)) or None,
+        kernel_scale=PartitionSpec(TENSOR),
         tokens=rows,
         positions=rows,
         uniforms=rows,
@@ -250,12 +250,8 @@ def _sample_part(
 ) -> Samples:
     """`sample` of one device's prompts. Where `axis` of the mesh splits heads, vocabulary and the
     rest, devices of it work on the same rows, and `config` is that of a part."""
-    tokens, positions, kernel, scale = (
-        given.tokens,
-        given.positions,
-        given.kernel,
-        given.kernel_scale,
-    )
+    tokens, positions = given.tokens, given.positions
+    kernel, scale = given.kernel, given.kernel_scale
     group, max_new_tokens = given.uniforms.shape[1:]
     prompts = tokens.shape[0]
     count = prompts * group

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from model.errors import BadInput
+from model.sharding import round_up
 from model.tokenizer import Tokenizer
 from rlx.rollout import Prompts
 from rlx.tasks import Pair, Task
@@ -81,11 +82,11 @@ def encode_prompts(
 
 def prompt_width(encoded: Sequence[Sequence[int]]) -> int:
     """Columns that hold every prompt: the longest, rounded up to a multiple of 8."""
-    return round_up(max(map(len, encoded)))
+    return padded_width(max(map(len, encoded)))
 
 
-def round_up(length: int) -> int:
-    return -(-length // 8) * 8
+def padded_width(length: int) -> int:
+    return round_up(length, 8)
 
 
 def prompt_pool(
@@ -195,7 +196,7 @@ def chat_rows(
         raise BadInput(f"None of the {len(texts)} conversations fits into {width} tokens.")
     rows = first_fit([len(text.ids) for text in fitting], width) if packing else None
     rows = rows or [[i] for i in range(len(fitting))]
-    columns = round_up(max(sum(len(fitting[i].ids) for i in row) for row in rows))
+    columns = padded_width(max(sum(len(fitting[i].ids) for i in row) for row in rows))
     tokens = np.full((len(rows), columns), tokenizer.pad_id, np.int32)
     positions = np.full((len(rows), columns), -1, np.int32)
     mask = np.zeros((len(rows), columns), bool)
@@ -243,7 +244,7 @@ def _behind_prompts(
 ) -> Batch:
     """Each prompt padded on its left, its completion on its right."""
     tokens, positions = pad_left(prompts, prompt_width(prompts), pad_id)
-    shape = (len(prompts), round_up(max(map(len, completions))))
+    shape = (len(prompts), padded_width(max(map(len, completions))))
     answers = np.full(shape, pad_id, np.int32)
     places = np.full(shape, -1, np.int32)
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):

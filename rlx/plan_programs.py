@@ -17,7 +17,7 @@ from model.lora import beside
 from model.qwen import parameter_axes
 from model.sample import STRIDE, cache_widths
 from rlx import assemble
-from rlx.data import round_up
+from rlx.data import padded_width
 from rlx.frozen import frozen_dtype
 from rlx.plan_shapes import (
     Places,
@@ -94,7 +94,7 @@ def _online(
 ) -> list[Planned]:
     batch, sampling = config.batch, config.sampling
     plan = assemble.make_plan(config, policy, learner, ("score",), True)
-    width, count = round_up(sampling.max_prompt_tokens), rows(config)
+    width, count = padded_width(sampling.max_prompt_tokens), rows(config)
     pool = _pool(config, width)
     memory = jax.eval_shape(lambda pool: assemble.make_memory(config, plan, pool), pool)
     pool, memory = places.whole((pool, memory))
@@ -204,7 +204,7 @@ def _offline(
     config: Config, places: Places, policy: assemble.Policy, learner: Learner, state: TrainState
 ) -> list[Planned]:
     sampling, size = config.sampling, unit(config)
-    width, columns = round_up(sampling.max_prompt_tokens), round_up(sampling.max_new_tokens)
+    width, columns = padded_width(sampling.max_prompt_tokens), padded_width(sampling.max_new_tokens)
     pool = _pool(config, width + columns)
     count = pool.tokens.shape[0] * size
     text = jax.ShapeDtypeStruct((count, width + columns), jnp.int32)
