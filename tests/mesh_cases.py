@@ -78,7 +78,7 @@ def settings_of(sizes: Sizes) -> list[str]:
 # ---- what is trained -----------------------------------------------------------------------------
 
 
-def make_model(folder: Path, *, scorer: bool = False, **fields) -> Path:
+def make_model(folder: Path, *, scorer: bool = False, stops=STOPS, **fields) -> Path:
     """The bundled model's tokenizer around random weights that are far from uniform."""
     source = folder.with_name(f"{folder.name}-shape")
     source.mkdir(parents=True)
@@ -87,7 +87,7 @@ def make_model(folder: Path, *, scorer: bool = False, **fields) -> Path:
             shutil.copy(file, source)
     config = json.loads((source / "config.json").read_text()) | SHAPE | fields
     (source / "config.json").write_text(json.dumps(config))
-    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": STOPS}))
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
     shape = read_config(source)
     shapes = jax.eval_shape(lambda key: initialise(shape, key), jax.random.key(0))
     params = jax.device_get(scattered(shapes, seed=1))
@@ -261,7 +261,8 @@ QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 MODELS = {
     "tied": {},
     "llama": LLAMA | {"tie_word_embeddings": False},
-    "qwen3": QWEN3 | {"tie_word_embeddings": False},
+    # Of given pairs, which would end where they are still equal.
+    "qwen3": QWEN3 | {"tie_word_embeddings": False, "stops": STOPS[:1]},
 }
 KINDS: dict[str, tuple[Sizes, str, tuple[str, ...]]] = {
     # Refilled slots, several updates a step, each in pieces; a number of held-out problems that
