@@ -426,7 +426,7 @@ def run_step(script, *, prompts=2, samples=2, max_rounds=4, dynamic=True, cursor
         seen.append(pending)
         return scored_batch(made, state, frozen, pending)
 
-    def update(learner, state, batch, key):
+    def update(learner, state, batch, key, base):
         seen.append(batch)
         return state, {}
 
