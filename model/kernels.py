@@ -1,11 +1,13 @@
 """Attention over whole rows by a fused kernel: cuDNN's on an NVIDIA GPU, Pallas' on a TPU.
 
 A fused kernel never holds the S x S scores, and skips those that no token sees. Either gives on
-every token that is no padding what `attend` gives; on padding it gives garbage, but no NaN.
+every token that is no padding what `attend` gives; on padding it gives garbage, but no NaN. XLA
+can't partition a kernel: on a mesh each device calls it for its own rows and heads.
 
 Letters: B rows, S columns, H query heads, K key-value heads, d width of a head.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -17,6 +19,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from model.attention import Context, WholeRows, causal_mask
 from model.config import ModelConfig
 from model.device import Device
+from model.sharding import mesh_sizes, partition
 
 KERNELS = {"cuda": "cudnn", "tpu": "tpu"}
 """The fused kernel of a platform."""
@@ -96,39 +99,40 @@ class LeftRows(NamedTuple):
     lengths: Int[Array, " B"]
 
     def attend(self, query, key, value):
-        columns = query.shape[1]
-        # On the way back the kernel takes an even number of columns only.
-        even = ((0, 0), (0, columns % 2), (0, 0), (0, 0))
-        query, key, value = (jnp.pad(part, even) for part in (query, key, value))
-        inside = jnp.arange(query.shape[1]) < self.lengths[:, None]
-        inside = inside[:, :, None, None]
-        # The kernel may leave padding's outputs and slopes unwritten: `where` stops both.
-        query, key, value = (jnp.where(inside, part, 0) for part in (query, key, value))
-        # A row without any key would be a softmax of nothing.
-        lengths = jnp.maximum(self.lengths, 1)
-        mixed = jax.nn.dot_product_attention(
-            query,
-            key,
-            value,
-            is_causal=True,
-            query_seq_lengths=lengths,
-            key_value_seq_lengths=lengths,
-            implementation="cudnn",
-        )
-        return jnp.where(inside, mixed, 0)[:, :columns], None
+        return _each_part(_by_cudnn, query, key, value, self.lengths), None
+
+
+def _by_cudnn(query, key, value, lengths):
+    columns = query.shape[1]
+    # On the way back the kernel takes an even number of columns only.
+    even = ((0, 0), (0, columns % 2), (0, 0), (0, 0))
+    query, key, value = (jnp.pad(part, even) for part in (query, key, value))
+    inside = jnp.arange(query.shape[1]) < lengths[:, None]
+    inside = inside[:, :, None, None]
+    # The kernel may leave padding's outputs and slopes unwritten: `where` stops both.
+    query, key, value = (jnp.where(inside, part, 0) for part in (query, key, value))
+    # A row without any key would be a softmax of nothing.
+    lengths = jnp.maximum(lengths, 1)
+    mixed = jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        is_causal=True,
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+        implementation="cudnn",
+    )
+    return jnp.where(inside, mixed, 0)[:, :columns]
 
 
 class SegmentRows(NamedTuple):
-    """Rows of any number of texts and any padding, by the TPU kernel.
-
-    XLA can't partition a Pallas kernel: on a mesh of several devices this belongs into `shard_map`.
-    """
+    """Rows of any number of texts and any padding, by the TPU kernel."""
 
     segments: Int[Array, "B S"]
     """Tokens of one text have one number; -1 marks padding, which sees itself alone."""
 
     def attend(self, query, key, value):
-        return segment_attention(query, key, value, self.segments), None
+        return _each_part(segment_attention, query, key, value, self.segments), None
 
 
 def segment_attention(
@@ -169,3 +173,24 @@ def segment_attention(
     ids = splash.SegmentIds(ids, ids)
     mixed = jax.vmap(kernel)(by_head(query), by_head(key), by_head(value), ids)
     return mixed.transpose(0, 2, 1, 3)[:, :columns]
+
+
+def _each_part(
+    kernel: Callable,
+    query: Float[Array, "B S H d"],
+    key: Float[Array, "B S K d"],
+    value: Float[Array, "B S K d"],
+    rows: Int[Array, "B *rest"],
+) -> Float[Array, "B S H d"]:
+    """What the kernel gives for the rows and heads of each device."""
+    if not mesh_sizes():
+        return kernel(query, key, value, rows)
+    queries = partition("batch", None, "heads")
+    keys = partition("batch", None, "kv_heads")
+    return jax.shard_map(
+        kernel,
+        in_specs=(queries, keys, keys, partition("batch")),
+        out_specs=queries,
+        # Kernels don't say over which axes their outputs vary.
+        check_vma=False,
+    )(query, key, value, rows)

@@ -1,6 +1,7 @@
 """Training on 8 virtual CPU devices, on every mesh and on one device: prints what came of it.
 
     python tests/mesh_cases.py steps FOLDER      # one line of JSON; beside it runs in FOLDER
+    python tests/mesh_cases.py kernel FOLDER
     python tests/mesh_cases.py runs FOLDER
 
 A process has the devices that it started with, and that of the tests has one: so this is one of its
@@ -8,6 +9,7 @@ own, which tests/test_mesh.py and tests/test_mesh_runs.py start and read.
 """
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -18,12 +20,14 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from conftest import scattered
 from safetensors.numpy import load_file
 from toy_run import arguments, lines, start
 
 import run
+from model import kernels
 from model.config import read_config
 from model.load import export
 from model.qwen import initialise
@@ -246,6 +250,34 @@ def restore(runs: dict, writer: Sizes, reader: Sizes, folder: Path) -> dict:
         return {"same": all(jax.tree.leaves(same)), "astray": astray(mesh, own["axes"], state)}
 
 
+# ---- a fused kernel on each mesh -----------------------------------------------------------------
+
+
+def kernel(folder: Path) -> dict:
+    """The TPU's attention, interpreted, on each mesh beside the plain one on one device: how far
+    outputs and slopes are off."""
+    kernels.segment_attention = functools.partial(kernels.segment_attention, interpret=True)
+    rng = np.random.default_rng(3)
+    lengths = np.array([130, 1, 64, 129, 7, 130, 100, 33])[:, None]
+    columns = np.arange(130)[None]
+    # A text and a half, so that a device which took another's rows would see other segments.
+    positions = np.where(columns < lengths, columns % 80, -1).astype(np.int32)
+    parts = [rng.normal(size=(8, 130, heads, 16)).astype(np.float32) for heads in (8, 4, 4)]
+
+    def loss(parts, attention):
+        mixed, _ = kernels.whole_rows(attention, positions).attend(*parts)
+        mixed = jnp.where(positions[:, :, None, None] >= 0, mixed, 0)
+        return jnp.sum(mixed**2), mixed
+
+    slopes = jax.jit(jax.grad(loss, has_aux=True), static_argnums=1)
+    wanted = jax.device_get(slopes(parts, "plain"))
+    found = {}
+    for sizes in MESHES:
+        with on_mesh(sizes):
+            found[name_of(sizes)] = gap(jax.device_get(slopes(parts, "tpu")), wanted)
+    return found
+
+
 # ---- whole runs, of all kinds --------------------------------------------------------------------
 
 BOTH, WIDE = Sizes(2, 2, 2), Sizes(1, 2, 4)
@@ -398,5 +430,5 @@ if __name__ == "__main__":
     assemble.UNROLLED_LAYERS = 0
     what, home, *names = sys.argv[1:]
     with contextlib.redirect_stdout(sys.stderr):
-        told = {"steps": steps, "runs": runs}[what](Path(home), *names)
+        told = {"steps": steps, "kernel": kernel, "runs": runs}[what](Path(home), *names)
     print(json.dumps(told))

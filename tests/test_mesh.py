@@ -1,18 +1,12 @@
 """Meshes of 8 virtual devices against one device: tests/mesh_cases.py trains, these read."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from toy_run import on_eight_devices
 
 import run
 
-CASES = Path(__file__).with_name("mesh_cases.py")
 MESHES = ("8x1x1", "1x8x1", "2x2x2", "1x2x4", "1x1x2")
 ONE = "1x1x1"
 
@@ -24,15 +18,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(folder):
-    """A device count is fixed when JAX starts, so it is another process that has eight."""
-    done = subprocess.run(
-        [sys.executable, CASES, "steps", folder],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    return on_eight_devices("steps", folder)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -92,3 +78,10 @@ def test_a_machine_of_one_device_exports_a_run_of_eight(found, folder, tmp_path,
     before = load_file(folder / "model" / "model.safetensors")
     after = load_file(tmp_path / "hf" / "model.safetensors")
     assert any(np.any(before[name] != after[name]) for name in before)
+
+
+def test_a_fused_kernel_gives_what_plain_attention_does_on_every_mesh(folder):
+    """XLA refuses to divide one: each device calls it for its rows and heads."""
+    found = on_eight_devices("kernel", folder)
+    assert found.keys() == set(MESHES)
+    assert max(found.values()) < 1e-6

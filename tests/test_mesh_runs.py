@@ -1,27 +1,14 @@
 """Whole runs of all kinds on meshes of 8 virtual devices: the numbers of one device."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from toy_run import on_eight_devices
 
-CASES = Path(__file__).with_name("mesh_cases.py")
 KINDS = ("dynamic", "probe", "critic_head", "critic_model", "texts", "pairs", "bfloat16")
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    done = subprocess.run(
-        [sys.executable, CASES, "runs", tmp_path_factory.mktemp("runs")],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    return on_eight_devices("runs", tmp_path_factory.mktemp("runs"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

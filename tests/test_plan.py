@@ -28,6 +28,15 @@ batch: {prompts: 8, samples: 4, micro: 16, minibatches: 1}
 loop: {steps: 10}
 """
 
+SFT = """
+model: {path: %s}
+task: {name: countdown, train_size: 64, heldout_size: 8, give_up: 0.5, demonstrations: 32}
+sampling: {max_new_tokens: 16, max_prompt_tokens: 32}
+algorithm: {name: sft}
+batch: {prompts: 8, micro: 4}
+loop: {steps: 10}
+"""
+
 
 def needs(topology):
     platform = parse(topology).chip.platform
@@ -76,6 +85,18 @@ def test_the_programs_of_a_step_compile_for_each_target(tiny_recipe, topology):
         assert result["dollars_a_run"] == pytest.approx(10 * hourly)
     assert "decode" in table(result) and "note" in table(result)
     json.dumps(result)
+
+
+def test_given_texts_go_through_the_fused_kernel_on_a_mesh(shape_only, tmp_path):
+    needs("v5e:2x2")
+    file = tmp_path / "sft.yaml"
+    file.write_text(SFT % shape_only)
+    config = load_training(file, ["mesh.data=2", "mesh.fsdp=2"])
+    made, config = planner("v5e:2x2", config)
+    outlook = made.outlook(config, made.sizes(config))
+    (update,) = outlook.estimates
+    assert update.name == "update" and update.fits
+    assert update.parts[0].cost.uncounted.keys() == {"tpu_custom_call"}
 
 
 def test_a_run_on_the_cpu_holds_what_plan_says(tiny_recipe):

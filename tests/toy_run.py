@@ -1,6 +1,10 @@
 """What tests of whole runs share: the command line, called in this process on a tiny model."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import run
 from model.config import read_config
@@ -54,3 +58,16 @@ def lines(path):
 
 def params_of(folder):
     return load_params(folder / "hf", read_config(folder / "hf"))
+
+
+def on_eight_devices(what, folder):
+    """What tests/mesh_cases.py prints. A device count is fixed when JAX starts, so it is another
+    process that has eight."""
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("mesh_cases.py"), what, folder],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
