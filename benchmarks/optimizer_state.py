@@ -90,7 +90,7 @@ def main() -> None:
     for seed in arguments.seeds:
         for kind in KINDS:
             run = train(kind, seed, arguments.updates)
-            base = run if kind == "float32" else base
+            base = run if kind == KINDS[0] else base
             line = {
                 "bytes_a_parameter": round(run["bytes"], 3),
                 "loss": round(run["loss"], 4),

@@ -159,6 +159,7 @@ NO_WORK = (
     "ShapeAssertion",
     "SPMDFullToShardShape",
     "SPMDShardToFullShape",
+    "ZeroCrop",
     "annotate_device_placement",
 )
 """Targets of custom calls that compute nothing."""

@@ -5,7 +5,7 @@ from typing import Any
 from rlx.fits import remedy
 from rlx.plan import Estimate, Outlook, Planner, compare, fit, prepared
 from rlx.settings import Config
-from rlx.topology import Topology, parse
+from rlx.topology import Topology
 
 GIB = 2**30
 
@@ -137,7 +137,7 @@ def table(result: dict[str, Any]) -> str:
 def _closing(result: dict[str, Any]):
     if result["step_seconds"]:
         yield (
-            f"a step: {result['step_seconds']:.2f} s at the least, "
+            f"a step: {_seconds(result['step_seconds'])} s at the least, "
             f"{result['tokens_a_second']:,.0f} tokens a second"
         )
     if result.get("dollars_a_step") is not None:
@@ -166,12 +166,10 @@ def _gib(size: int | None) -> str:
 
 
 def _seconds(value: float | None) -> str:
-    return "?" if value is None else f"{value:.3f}"
+    if value is None:
+        return "?"
+    return f"{value:.3f}" if value >= 0.1 or not value else f"{value:.2g}"
 
 
 def _mesh(mesh: dict[str, int]) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in mesh.items())
-
-
-def topology_of(name: str) -> Topology:
-    return parse(name)
