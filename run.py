@@ -101,7 +101,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     from rlx.commands import evaluate as run
     from rlx.config import load
 
-    known = ("run", "model", *ADAPTER, "task", "sampling", *VERIFYING, "eval", "hosts")
+    known = ("run", "model", *ADAPTER, "task", "sampling", *VERIFYING, "eval", "mesh", "hosts")
     config = load(options.config or DEFAULT_CONFIG, given(options, *known))
     with joined(config.hosts):
         result = run(config)
@@ -117,7 +117,7 @@ def generate(options: argparse.Namespace) -> dict[str, Any]:
     from rlx.config import load
 
     unread = ("sampling.long_prompts",)  # a prompt that is too long is always refused
-    known = ("run", "model", *ADAPTER, "sampling", "hosts")
+    known = ("run", "model", *ADAPTER, "sampling", "mesh", "hosts")
     config = load(options.config, given(options, *known, unread=unread))
     with joined(config.hosts):
         result = run(config, options.input, options.output, options.n)

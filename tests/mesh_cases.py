@@ -2,6 +2,7 @@
 
     python tests/mesh_cases.py steps FOLDER      # one line of JSON; beside it runs in FOLDER
     python tests/mesh_cases.py kernel FOLDER
+    python tests/mesh_cases.py generated FOLDER
     python tests/mesh_cases.py runs FOLDER
 
 A process has the devices that it started with, and that of the tests has one: so this is one of its
@@ -43,6 +44,7 @@ from rlx.task_loading import load_task
 
 ONE = Sizes(1, 1, 1)
 MESHES = tuple(Sizes(*sizes) for sizes in ((8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4), (1, 1, 2)))
+BOTH, WIDE = MESHES[2:4]
 
 SHAPE = {
     "hidden_size": 32,
@@ -278,9 +280,49 @@ def kernel(folder: Path) -> dict:
     return found
 
 
+# ---- completions of a file of prompts on meshes --------------------------------------------------
+
+DRAWS = {
+    "greedy": ("sampling.temperature=0",),
+    "filtered": ("sampling.top_k=300", "sampling.top_p=0.9", "sampling.temperature=0.7"),
+    "floor": ("sampling.min_p=0.02",),
+}
+"""Filters that look at the whole vocabulary, of which a device has its part."""
+
+
+def generated(folder: Path) -> dict:
+    """`run.py generate` on meshes beside one device: whether the ids are the same, how far their
+    log-probabilities are off, and how many ids there are."""
+    model = make_model(folder / "drawn")
+    prompts = folder / "prompts.jsonl"
+    asked = [{"prompt": f"make {number} of 3, 4 and 5"} for number in range(11)]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in asked))
+
+    def lines_of(name, sizes):
+        written = folder / f"{name}-{name_of(sizes)}.jsonl"
+        command = ["generate", "--model", str(model), "--input", str(prompts), "--n", "2"]
+        command += ["--output", str(written), "sampling.max_new_tokens=12", "sampling.slots=8"]
+        if run.main([*command, *DRAWS[name], *settings_of(sizes)]):
+            raise SystemExit(f"{written}: the command was refused")
+        got = lines(written)
+        return [x["token_ids"] for x in got], np.concatenate([x["logprobs"] for x in got])
+
+    found = {}
+    for name in DRAWS:
+        ids, logprobs = lines_of(name, ONE)
+        for sizes in (BOTH, WIDE):
+            own_ids, own = lines_of(name, sizes)
+            same = own_ids == ids
+            found[f"{name}-{name_of(sizes)}"] = {
+                "same_ids": same,
+                "gap": float(np.max(np.abs(own - logprobs))) if same else None,
+                "ids": len(logprobs),
+            }
+    return found
+
+
 # ---- whole runs, of all kinds --------------------------------------------------------------------
 
-BOTH, WIDE = Sizes(2, 2, 2), Sizes(1, 2, 4)
 PAIRS = Path(run.__file__).parent / "configs" / "data" / "countdown_pairs.jsonl"
 GIVEN = (
     *(f"task.file={PAIRS}", "task.train_size=32", "task.heldout_size=12", "-task.highest"),
@@ -306,7 +348,7 @@ KINDS: dict[str, tuple[Sizes, str, tuple[str, ...]]] = {
             "algorithm.terms=[{name: dapo}, {name: dpo, weight: 0.1}]",
             *("rollout.dynamic_sampling=true", "sampling.slots=8"),
             *("batch.minibatches=2", "batch.epochs=2", "batch.micro=8", "loop.steps=2"),
-            *("eval.final_problems=5", "eval.batch=6", "model.remat=block"),
+            *("eval.final_problems=5", "eval.batch=6", "eval.greedy=true", "model.remat=block"),
         ),
     ),
     "probe": (
@@ -430,5 +472,7 @@ if __name__ == "__main__":
     assemble.UNROLLED_LAYERS = 0
     what, home, *names = sys.argv[1:]
     with contextlib.redirect_stdout(sys.stderr):
-        told = {"steps": steps, "kernel": kernel, "runs": runs}[what](Path(home), *names)
+        told = {"steps": steps, "kernel": kernel, "generated": generated, "runs": runs}[what](
+            Path(home), *names
+        )
     print(json.dumps(told))

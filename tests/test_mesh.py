@@ -85,3 +85,13 @@ def test_a_fused_kernel_gives_what_plain_attention_does_on_every_mesh(folder):
     found = on_eight_devices("kernel", folder)
     assert found.keys() == set(MESHES)
     assert max(found.values()) < 1e-6
+
+
+def test_filters_and_greedy_text_are_those_of_one_device(folder):
+    """Each looks at all of the vocabulary, of which a device has a part."""
+    found = on_eight_devices("generated", folder)
+    assert len(found) == 6
+    for name, got in found.items():
+        assert got["same_ids"], name
+        assert got["gap"] < 1e-4, name
+        assert got["ids"] > 100, name
