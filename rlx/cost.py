@@ -155,6 +155,8 @@ NO_WORK = (
     "ConcatBitcast",
     "GatherScatterIndicesBitpacked",
     "LayoutConstraint",
+    "PrepareAsyncCallDone",
+    "PrepareAsyncCallStart",
     "Sharding",
     "ShapeAssertion",
     "SPMDFullToShardShape",

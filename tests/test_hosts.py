@@ -2,6 +2,7 @@
 waits for a dead one."""
 
 import contextlib
+import json
 import os
 import shutil
 import socket
@@ -23,6 +24,7 @@ from rlx import cluster
 from rlx.settings import HostSettings
 
 ROOT = Path(__file__).parents[1]
+NANO = ROOT / "model" / "assets" / "nano"
 DEVICES = 4
 STEPS, ROWS, HELDOUT = 2, 8, 4
 DEADLINE_SECONDS = 600
@@ -85,18 +87,29 @@ class Machine:
     def start(self, name, count, *changes, devices=DEVICES, die=(), own=(), slurm=False):
         """`die`: a process and the number of the call of its verifier at which it dies; `own`:
         settings of the last process; `slurm`: its variables alone say who belongs together."""
-        calls = [self.folder / f"calls-{name}-{index}" for index in range(count)]
         settings = SMALLER | {
             "run.dir": str(self.folder / name.partition("+")[0]),
             "reward.verifiers": f"[{{name: {self.folder}/count.py:verify}}]",
         }
         settings |= dict(change.split("=", 1) for change in changes)
+        command = ("--config", str(self.recipe))
+        return self.launch(
+            name, count, command, settings, devices=devices, die=die, own=own, slurm=slurm
+        )
+
+    def launch(
+        self, name, count, command, settings, *, devices=DEVICES, die=(), own=(), slurm=False
+    ):
+        calls = [self.folder / f"calls-{name}-{index}" for index in range(count)]
         port = free_port()
         if count > 1 and not slurm:
-            settings |= {"hosts.coordinator": f"127.0.0.1:{port}", "hosts.count": str(count)}
+            settings = settings | {
+                "hosts.coordinator": f"127.0.0.1:{port}",
+                "hosts.count": str(count),
+            }
         elif count == 1:
-            settings |= {"hosts.join": "never"}
-        command = [sys.executable, str(ROOT / "run.py"), "--config", str(self.recipe)]
+            settings = settings | {"hosts.join": "never"}
+        command = [sys.executable, str(ROOT / "run.py"), *command]
         processes, outputs = [], []
         for index in range(count):
             environment = os.environ | {
@@ -275,6 +288,59 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(machine, two, killed
     machine.run("elsewhere+resumed", 1, "run.resume=true", devices=1)
     moved, off = movement(machine, "elsewhere")
     assert off < 1e-3 * moved
+
+
+def test_given_texts_are_learnt_by_two_processes_as_by_one(machine):
+    names = (
+        "model.weights",
+        "task.train_size",
+        "task.heldout_size",
+        "eval.final_problems",
+        "task.highest",
+    )
+    settings = {name: SMALLER[name] for name in (*names, "task.language", "log.tensorboard")}
+    settings |= {
+        "algorithm.name": "sft",
+        "task.give_up": "0.5",
+        "task.demonstrations": "8",
+        "sampling.max_new_tokens": "48",
+        "sampling.max_prompt_tokens": "64",
+        "batch.prompts": "8",
+        "batch.micro": "4",
+        "loop.steps": "2",
+        "eval.every": "0",
+        "checkpoint.every": "0",
+        "optimizer.learning_rate": "1e-3",
+    }
+    for name, count, devices in (("given", 2, DEVICES), ("given-alone", 1, 1)):
+        own = settings | {"run.dir": str(machine.folder / name)}
+        ended = machine.launch(name, count, ("--config", str(machine.recipe)), own, devices=devices)
+        assert ended.codes == [0] * count, "\n".join(ended.output)
+    losses = [
+        [line["loss"] for line in training(machine, name) if "loss" in line]
+        for name in ("given", "given-alone")
+    ]
+    assert len(losses[1]) == 2 and min(losses[1]) > 0.1
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_two_processes_write_the_completions_of_one(machine):
+    prompts = machine.folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"make {n}"}) + "\n" for n in range(5)))
+    written = {}
+    for count in (2, 1):
+        output = machine.folder / f"completions-{count}.jsonl"
+        command = ["generate", "--model", str(NANO), "--input", str(prompts)]
+        command += ["--output", str(output)]
+        settings = {"sampling.max_new_tokens": "8", "sampling.top_p": "0.9"}
+        ended = machine.launch(
+            f"generate-{count}", count, command, settings, devices=DEVICES if count > 1 else 1
+        )
+        assert ended.codes == [0] * count, "\n".join(ended.output)
+        written[count] = lines(output)
+    assert len(written[1]) == 5
+    for name in ("prompt", "completion", "token_ids", "finish_reason"):
+        assert [x[name] for x in written[2]] == [x[name] for x in written[1]]
 
 
 def test_slurm_is_asked_and_processes_with_other_settings_are_refused(machine):
