@@ -28,6 +28,7 @@ from rlx.algorithms import TERMS
 from rlx.algorithms.record import hyper_parameters, of_scores
 from rlx.corrections import CORRECTIONS
 from rlx.hosts import check_same
+from rlx.learner import Learner, Term
 from rlx.lora import Lora, adapt, resolved_lora
 from rlx.mesh import Sizes, choose, placed, this_hardware
 from rlx.mixture import Mix
@@ -49,7 +50,6 @@ from rlx.shaping import Shaping
 from rlx.tasks import Task
 from rlx.train import start_memory
 from rlx.types import Memory
-from rlx.update import Learner, Term
 
 BUNDLED = {"nano": Path(model.__file__).parent / "assets" / "nano"}
 SMALL_PARAMETERS = 1_000_000_000

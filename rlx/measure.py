@@ -7,11 +7,11 @@ from rlx import assemble
 from rlx.evaluate import Evaluation
 from rlx.heldout import Heldout
 from rlx.heldout_text import HeldoutPairs, HeldoutTexts
+from rlx.learner import Learner
 from rlx.scorers import RewardModel
 from rlx.settings import Config, source
 from rlx.stepper import given_text, with_signals
 from rlx.tasks import Task
-from rlx.update import Learner
 
 
 def make_evaluation(

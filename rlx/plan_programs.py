@@ -19,6 +19,7 @@ from model.sample import STRIDE, cache_widths
 from rlx import assemble
 from rlx.data import padded_width
 from rlx.frozen import frozen_dtype
+from rlx.learner import Learner
 from rlx.plan_shapes import (
     Places,
     abstract_policy,
@@ -27,12 +28,11 @@ from rlx.plan_shapes import (
     model_shape,
     scorer_params,
 )
-from rlx.prepare import Frozen, score_samples
+from rlx.prepare import Frozen, make_signal, score_samples
 from rlx.rollout import Prompts, Scores, begin, sample_round
 from rlx.settings import Config, offline, rows, unit
 from rlx.train import PROGRAMS, offline_run, start_memory
 from rlx.types import Batch, Signal, TrainState
-from rlx.update import Learner, make_signal
 from rlx.verify import model_verifier
 
 POOL = 8192

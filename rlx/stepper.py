@@ -16,9 +16,10 @@ from model.tokenizer import Tokenizer
 from rlx import assemble
 from rlx.data import chat_rows, encode_prompts, preference_pairs, prompt_pool, worked_examples
 from rlx.frozen import freeze_reference
+from rlx.learner import Learner
 from rlx.mesh import everywhere
 from rlx.mixture import begin
-from rlx.prepare import Frozen
+from rlx.prepare import Frozen, make_signal
 from rlx.rewards.host import HostVerifier
 from rlx.rollout import Prompts
 from rlx.scorers import Critic, RewardModel, load_critic
@@ -27,7 +28,6 @@ from rlx.task_loading import make_verifier
 from rlx.tasks import Task
 from rlx.train import fused, initial_state, offline_run, staged
 from rlx.types import Batch, TrainState
-from rlx.update import Learner, make_signal
 from rlx.verify import callback_verifier, host_verifier, model_verifier
 
 

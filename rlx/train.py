@@ -17,6 +17,7 @@ from model.lora import beside
 from model.sharding import mesh_sizes, split_parameters
 from rlx import ops
 from rlx.frozen import on_device
+from rlx.learner import Learner
 from rlx.mesh import everywhere
 from rlx.prepare import Frozen, Plan, Preview, Scored, make_batch, prepare, score_samples
 from rlx.probe import choose_probed, complete_probed, rest, wide
@@ -30,8 +31,9 @@ from rlx.rollout import (
     sample_round,
     sample_rows,
 )
+from rlx.scoring import score_rows
 from rlx.types import Batch, Cursor, Memory, Metrics, Mixture, Moments, Replay, TrainState
-from rlx.update import Learner, score_rows, update
+from rlx.update import update
 
 
 class Stages(NamedTuple):

@@ -18,6 +18,7 @@ from toy import (
     verifier,
 )
 
+import rlx.learner
 from rlx import ops, update
 from rlx.prepare import Frozen, prepare
 from rlx.rollout import begin
@@ -122,8 +123,8 @@ def test_all_terms_share_one_forward_pass(monkeypatch):
         passes.append(1)
         return forward(*operands, **named)
 
-    forward = update.completion_outputs
-    monkeypatch.setattr(update, "completion_outputs", counted)
+    forward = rlx.learner.completion_outputs
+    monkeypatch.setattr(rlx.learner, "completion_outputs", counted)
     made, batch = composed(tuple(WEIGHTS.values()), 12), collected()
     weights = tuple(
         t.algorithm.weights(s.mask) for t, s in zip(made.terms, batch.signals, strict=True)

@@ -12,11 +12,11 @@ from model.config import ModelConfig
 from model.qwen import Qwen, initialise
 from rlx.algorithms import ALGORITHMS, TERMS
 from rlx.data import prompt_pool
+from rlx.learner import Learner, Term
 from rlx.prepare import Plan
 from rlx.rollout import Prompts, Sampling
 from rlx.shaping import Shaping
 from rlx.types import Batch, Signal
-from rlx.update import Learner, Term
 
 PAD, STOP, LUCKY = 0, 1, 7
 """Ids with a role: padding, the stop token, and the one that the verifier pays for."""
