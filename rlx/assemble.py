@@ -34,8 +34,9 @@ from rlx.mesh import Sizes, choose, placed, this_hardware
 from rlx.mixture import Mix
 from rlx.optimizer import apart, make_optimizer, schedule
 from rlx.prepare import Plan
+from rlx.prompts import Prompts
 from rlx.replay import empty_replay
-from rlx.rollout import Prompts, Sampling, empty_rollout
+from rlx.rollout import Sampling, empty_rollout
 from rlx.settings import (
     Config,
     MeshSettings,

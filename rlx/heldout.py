@@ -15,8 +15,9 @@ from rlx.data import encode_prompts, prompt_pool
 from rlx.evaluate import HEADLINES, Completion, summarise, summarise_rewards
 from rlx.frozen import on_device
 from rlx.generate import Draw, Generator
+from rlx.prompts import Prompts
 from rlx.rewards.score import Score
-from rlx.rollout import Prompts, whole_rows
+from rlx.rollout import whole_rows
 from rlx.scorers import RewardModel
 from rlx.settings import Config
 from rlx.task_loading import make_verifier

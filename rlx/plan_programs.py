@@ -29,7 +29,9 @@ from rlx.plan_shapes import (
     scorer_params,
 )
 from rlx.prepare import Frozen, make_signal, score_samples
-from rlx.rollout import Prompts, Scores, begin, sample_round
+from rlx.prompts import Prompts
+from rlx.rollout import Scores, sample_round
+from rlx.rounds import begin
 from rlx.settings import Config, offline, rows, unit
 from rlx.train import PROGRAMS, offline_run, start_memory
 from rlx.types import Batch, Signal, TrainState

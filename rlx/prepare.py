@@ -14,8 +14,10 @@ from rlx.advantages import mixed, pair_order, reorder
 from rlx.algorithms import Algorithm
 from rlx.frozen import on_device
 from rlx.learner import Learner
+from rlx.prompts import Prompts
 from rlx.replay import exchange
-from rlx.rollout import Pending, Prompts, Sampling, finish_metrics, whole_rows
+from rlx.rollout import Sampling, whole_rows
+from rlx.rounds import Pending, finish_metrics
 from rlx.scoring import score_completions
 from rlx.shaping import Shaping, shape
 from rlx.types import Batch, Largest, Mean, Memory, Metrics, Rollout, Signal, TrainState

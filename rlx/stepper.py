@@ -20,8 +20,8 @@ from rlx.learner import Learner
 from rlx.mesh import everywhere
 from rlx.mixture import begin
 from rlx.prepare import Frozen, make_signal
+from rlx.prompts import Prompts
 from rlx.rewards.host import HostVerifier
-from rlx.rollout import Prompts
 from rlx.scorers import Critic, RewardModel, load_critic
 from rlx.settings import Config, source
 from rlx.task_loading import make_verifier

@@ -21,16 +21,9 @@ from rlx.learner import Learner
 from rlx.mesh import everywhere
 from rlx.prepare import Frozen, Plan, Preview, Scored, make_batch, prepare, score_samples
 from rlx.probe import choose_probed, complete_probed, rest, wide
-from rlx.rollout import (
-    Pending,
-    Prompts,
-    Sampling,
-    absorb,
-    begin,
-    next_rows,
-    sample_round,
-    sample_rows,
-)
+from rlx.prompts import Prompts, next_rows
+from rlx.rollout import Sampling, sample_round, sample_rows
+from rlx.rounds import Pending, absorb, begin
 from rlx.scoring import score_rows
 from rlx.types import Batch, Cursor, Memory, Metrics, Mixture, Moments, Replay, TrainState
 from rlx.update import update

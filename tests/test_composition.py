@@ -21,7 +21,7 @@ from toy import (
 import rlx.learner
 from rlx import ops, update
 from rlx.prepare import Frozen, prepare
-from rlx.rollout import begin
+from rlx.rounds import begin
 from rlx.train import fused, initial_state
 from rlx.update import gradients
 from rlx.verify import callback_verifier

@@ -24,7 +24,9 @@ from rlx.algorithms import ALGORITHMS, TERMS
 from rlx.corrections import CORRECTIONS
 from rlx.learner import Term
 from rlx.prepare import Frozen, corrected, prepare
-from rlx.rollout import Draw, Scores, absorb, begin, empty_rollout
+from rlx.prompts import Draw
+from rlx.rollout import Scores, empty_rollout
+from rlx.rounds import absorb, begin
 from rlx.train import initial_state
 from rlx.types import Signal
 

@@ -14,7 +14,8 @@ from rlx.algorithms import ALGORITHMS, TERMS
 from rlx.data import prompt_pool
 from rlx.learner import Learner, Term
 from rlx.prepare import Plan
-from rlx.rollout import Prompts, Sampling
+from rlx.prompts import Prompts
+from rlx.rollout import Sampling
 from rlx.shaping import Shaping
 from rlx.types import Batch, Signal
 
