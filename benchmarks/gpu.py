@@ -136,7 +136,7 @@ def update_rate(config, params, load: Load, limits: dict) -> dict:
     from memory import operands
 
     from rlx.cost import forward_flops, temporary_bytes, update_flops
-    from rlx.train import initial_state
+    from rlx.state import initial_state
     from rlx.update import update
 
     options = argparse.Namespace(

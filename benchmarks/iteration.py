@@ -35,7 +35,7 @@ def main() -> None:
 
     import jax
 
-    from rlx.train import initial_state
+    from rlx.state import initial_state
 
     config, params = load_model(options)
     plan = make_plan(options, config)

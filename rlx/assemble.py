@@ -48,8 +48,8 @@ from rlx.settings import (
     uses_lora,
 )
 from rlx.shaping import Shaping
+from rlx.state import start_memory
 from rlx.tasks import Task
-from rlx.train import start_memory
 from rlx.types import Memory
 
 BUNDLED = {"nano": Path(model.__file__).parent / "assets" / "nano"}

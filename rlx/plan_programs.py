@@ -20,6 +20,7 @@ from rlx import assemble
 from rlx.data import padded_width
 from rlx.frozen import frozen_dtype
 from rlx.learner import Learner
+from rlx.offline import offline_run
 from rlx.plan_shapes import (
     Places,
     abstract_policy,
@@ -33,7 +34,8 @@ from rlx.prompts import Prompts
 from rlx.rollout import Scores, sample_round
 from rlx.rounds import begin
 from rlx.settings import Config, offline, rows, unit
-from rlx.train import PROGRAMS, offline_run, start_memory
+from rlx.state import start_memory
+from rlx.train import PROGRAMS
 from rlx.types import Batch, Signal, TrainState
 from rlx.verify import model_verifier
 

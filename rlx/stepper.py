@@ -19,14 +19,16 @@ from rlx.frozen import freeze_reference
 from rlx.learner import Learner
 from rlx.mesh import everywhere
 from rlx.mixture import begin
+from rlx.offline import offline_run
 from rlx.prepare import Frozen, make_signal
 from rlx.prompts import Prompts
 from rlx.rewards.host import HostVerifier
 from rlx.scorers import Critic, RewardModel, load_critic
 from rlx.settings import Config, source
+from rlx.state import initial_state
 from rlx.task_loading import make_verifier
 from rlx.tasks import Task
-from rlx.train import fused, initial_state, offline_run, staged
+from rlx.train import fused, staged
 from rlx.types import Batch, TrainState
 from rlx.verify import callback_verifier, host_verifier, model_verifier
 

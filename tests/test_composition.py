@@ -22,7 +22,8 @@ import rlx.learner
 from rlx import ops, update
 from rlx.prepare import Frozen, prepare
 from rlx.rounds import begin
-from rlx.train import fused, initial_state
+from rlx.state import initial_state
+from rlx.train import fused
 from rlx.update import gradients
 from rlx.verify import callback_verifier
 

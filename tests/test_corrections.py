@@ -27,7 +27,7 @@ from rlx.prepare import Frozen, corrected, prepare
 from rlx.prompts import Draw
 from rlx.rollout import Scores, empty_rollout
 from rlx.rounds import absorb, begin
-from rlx.train import initial_state
+from rlx.state import initial_state
 from rlx.types import Signal
 
 NAN = float("nan")

@@ -22,7 +22,7 @@ from rlx.cost import (
     temporary_bytes,
     update_flops,
 )
-from rlx.train import initial_state
+from rlx.state import initial_state
 from rlx.update import update
 
 X = jnp.ones((64, 32))

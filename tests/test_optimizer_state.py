@@ -31,7 +31,7 @@ from rlx.optimizer_state import (
     scale_by_adam,
 )
 from rlx.settings import OptimizerSettings
-from rlx.train import initial_state
+from rlx.state import initial_state
 from rlx.update import optimise
 
 WIDE = dataclasses.replace(

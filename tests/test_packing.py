@@ -23,7 +23,7 @@ from toy import (
 from model.qwen import Qwen
 from rlx.packing import layout, pack
 from rlx.scoring import score_completions, score_rows
-from rlx.train import initial_state
+from rlx.state import initial_state
 from rlx.types import Batch
 from rlx.update import gradients, optimise, update
 

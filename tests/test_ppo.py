@@ -28,7 +28,8 @@ from rlx.prepare import Frozen, critic_metrics, prepare, score_text
 from rlx.rollout import empty_rollout
 from rlx.rounds import begin
 from rlx.shaping import Shaping
-from rlx.train import fused, initial_state, staged, start_memory
+from rlx.state import initial_state, start_memory
+from rlx.train import fused, staged
 from rlx.verify import callback_verifier, model_verifier
 
 

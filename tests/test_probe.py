@@ -28,7 +28,8 @@ from rlx.prompts import Draw
 from rlx.replay import empty_replay
 from rlx.rollout import Scores, empty_rollout, sample_rows
 from rlx.rounds import finish_metrics
-from rlx.train import fused, initial_state, staged, start_memory
+from rlx.state import initial_state, start_memory
+from rlx.train import fused, staged
 from rlx.verify import callback_verifier, host_verifier
 
 NAN = float("nan")

@@ -29,7 +29,8 @@ from rlx.rollout import empty_rollout
 from rlx.rounds import begin
 from rlx.scoring import score_rows
 from rlx.shaping import Shaping
-from rlx.train import fused, initial_state, start_memory
+from rlx.state import initial_state, start_memory
+from rlx.train import fused
 from rlx.types import Rollout
 from rlx.update import gradients
 from rlx.verify import callback_verifier

@@ -29,7 +29,8 @@ from rlx.prepare import Frozen, Scored, prepare
 from rlx.prompts import Draw, count_solved
 from rlx.rollout import Scores, join, sample_round
 from rlx.rounds import absorb, begin, finish_metrics
-from rlx.train import Stages, collect_rounds, initial_state, start_memory, step
+from rlx.state import initial_state, start_memory
+from rlx.train import Stages, collect_rounds, step
 
 NAN = float("nan")
 

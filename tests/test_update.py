@@ -24,7 +24,7 @@ from rlx.algorithms import ALGORITHMS, TERMS
 from rlx.optimizer import make_optimizer, schedule
 from rlx.scoring import score_rows
 from rlx.settings import OptimizerSettings
-from rlx.train import initial_state
+from rlx.state import initial_state
 from rlx.update import gradients, optimise, update
 
 ROWS = 16
