@@ -56,7 +56,7 @@ def main() -> None:
     import jax
     from ceilings import ceilings
 
-    from model.qwen import initialise
+    from model.parameters import initialise
 
     limits = ceilings(load.matmul, load.copied, reps=5)
     config = SHAPES[chosen.shape]

@@ -81,7 +81,7 @@ def operands(learner, options: argparse.Namespace):
     import jax
     import jax.numpy as jnp
 
-    from model.qwen import initialise
+    from model.parameters import initialise
     from rlx.state import initial_state
     from rlx.types import Batch, Signal
 

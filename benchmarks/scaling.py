@@ -91,7 +91,7 @@ def measure_point(axis: str, value: int, chosen: argparse.Namespace, limits: dic
     import jax
     import jax.numpy as jnp
 
-    from model.qwen import initialise
+    from model.parameters import initialise
     from rlx.cost import cost, forward_flops, rollout_bytes, update_flops
     from rlx.state import initial_state
     from rlx.update import update

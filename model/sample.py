@@ -39,8 +39,8 @@ from model.decode import (
 from model.draw import Drawn, Filters, draw_token
 from model.errors import BadInput
 from model.heads import logits
+from model.parameters import head_kernel, parameter_axes
 from model.quantize import Stored, kernel_inputs, quantize, unhoisted
-from model.qwen import head_kernel, parameter_axes
 from model.sharding import (
     AXES,
     BATCH,

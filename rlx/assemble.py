@@ -19,8 +19,9 @@ from model.heads import with_value_head
 from model.kernels import fitting, obstacle
 from model.load import load_params
 from model.lora import beside
+from model.parameters import initialise, parameter_axes
 from model.product import activations
-from model.qwen import Qwen, initialise, parameter_axes
+from model.qwen import Qwen
 from model.sample import Filters
 from model.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from rlx import ops

@@ -7,7 +7,8 @@ import optax
 from jaxtyping import Array, Float, Int, PyTree
 
 from model.heads import Outputs, completion_outputs, state_values, stream_outputs
-from model.qwen import Qwen, parameter_axes
+from model.parameters import parameter_axes
+from model.qwen import Qwen
 from model.sharding import ParameterAxes
 from model.stream import Places, Stream
 from rlx.algorithms.record import Algorithm

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from model.lora import beside
-from model.qwen import parameter_axes
+from model.parameters import cast, parameter_axes
 from model.sample import STRIDE, cache_widths
 from rlx import assemble
 from rlx.data import padded_width

@@ -14,8 +14,8 @@ from jaxtyping import PyTree
 from model.config import ModelConfig, read_config, read_json
 from model.errors import BadInput
 from model.heads import with_value_head
+from model.parameters import cast, initialise
 from model.product import activations
-from model.qwen import cast, initialise
 from model.shapes import names, published
 from model.sharding import BATCH, ParameterAxes, shardings, without_mesh
 from model.tokenizer import load_tokenizer

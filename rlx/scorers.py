@@ -13,7 +13,8 @@ from model.errors import BadInput
 from model.heads import with_value_head
 from model.load import load_params
 from model.lora import merged
-from model.qwen import Qwen, parameter_axes
+from model.parameters import parameter_axes
+from model.qwen import Qwen
 from model.score_head import is_scorer, load_scorer
 from model.tokenizer import load_tokenizer
 from rlx import assemble

@@ -22,7 +22,7 @@ import pytest
 from jaxtyping import Array, Int
 
 from model.config import ModelConfig
-from model.qwen import initialise
+from model.parameters import initialise
 
 
 def scattered(shapes, seed):

@@ -26,7 +26,7 @@ from toy_run import arguments, lines, start
 import run
 from model.config import read_config
 from model.load import export
-from model.qwen import initialise
+from model.parameters import initialise
 from model.score_head import export_scorer
 from model.sharding import shardings
 from rlx import assemble

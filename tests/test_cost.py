@@ -14,7 +14,8 @@ import toy
 from toy import quick_compilation  # noqa: F401
 
 from model.errors import BadInput
-from model.qwen import Qwen, initialise
+from model.parameters import initialise
+from model.qwen import Qwen
 from rlx.cost import (
     cost,
     forward_flops,

@@ -16,8 +16,8 @@ import run
 from model.config import read_config
 from model.load import export, load_params
 from model.lora import TARGETS, beside, merged, scaled
+from model.parameters import initialise
 from model.peft_format import load_adapters
-from model.qwen import initialise
 from rlx import assemble
 from rlx.config import ConfigError, load, load_training
 from rlx.stepper import online_stepper

@@ -15,8 +15,9 @@ from toy import initial_params, pool, sampling
 import run
 from model.attention import attend, causal_mask, rotary_phases
 from model.heads import logits
+from model.parameters import head_kernel
 from model.quantize import FAINTEST, quantize
-from model.qwen import Block, RMSNorm, head_kernel
+from model.qwen import Block, RMSNorm
 from model.sample import sample
 from rlx import assemble
 from rlx.algorithms import ALGORITHMS

@@ -9,7 +9,8 @@ import optax
 import pytest
 
 from model.config import ModelConfig
-from model.qwen import Qwen, initialise
+from model.parameters import initialise
+from model.qwen import Qwen
 from rlx.algorithms import ALGORITHMS, TERMS
 from rlx.data import prompt_pool
 from rlx.learner import Learner, Term
