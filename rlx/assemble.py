@@ -26,8 +26,18 @@ from model.sample import Filters
 from model.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from rlx import ops
 from rlx.algorithms import TERMS
-from rlx.algorithms.record import hyper_parameters, of_scores
+from rlx.algorithms.record import hyper_parameters
 from rlx.corrections import CORRECTIONS
+from rlx.derived import (
+    needs_critic,
+    offline,
+    old_logprobs,
+    rows,
+    terms,
+    trains_scorer,
+    updates,
+    uses_lora,
+)
 from rlx.hosts import check_same
 from rlx.learner import Learner, Term
 from rlx.lora import Lora, adapt, resolved_lora
@@ -38,16 +48,7 @@ from rlx.prepare import Plan
 from rlx.prompts import Prompts
 from rlx.replay import empty_replay
 from rlx.rollout import Sampling, empty_rollout
-from rlx.settings import (
-    Config,
-    MeshSettings,
-    offline,
-    old_logprobs,
-    rows,
-    terms,
-    updates,
-    uses_lora,
-)
+from rlx.settings import Config, MeshSettings
 from rlx.shaping import Shaping
 from rlx.state import start_memory
 from rlx.tasks import Task
@@ -230,11 +231,6 @@ def trained_params(config: Config, policy: Policy) -> PyTree:
     return params
 
 
-def trains_scorer(config: Config) -> bool:
-    """Whether the run makes a reward model instead of a policy."""
-    return terms(config)[0].row.inputs is of_scores
-
-
 def check_verifier(config: Config, task: Task) -> None:
     """Raises BadInput where the task's verifier can't give what the run asks of it."""
     if task.score is None:
@@ -275,10 +271,6 @@ def make_mix(config: Config, task: Task, rows: Sequence[Mapping[str, Any]]) -> M
         task.mixture.floor,
         horizon=config.loop.steps * config.batch.prompts,
     )
-
-
-def needs_critic(config: Config) -> bool:
-    return not offline(config) and any(term.row.critic for term in terms(config))
 
 
 def attention(config: Config, shape: ModelConfig, dtype: jnp.dtype) -> str:

@@ -17,12 +17,13 @@ from model.tokenizer import check_ids
 from rlx import assemble, hosts, scorers
 from rlx.checkpoint import Checkpoints
 from rlx.config import load
+from rlx.derived import trains_scorer, uses_lora
 from rlx.evaluate import nest_greedy
 from rlx.files import write_atomically
 from rlx.generate import Draw, Generator
 from rlx.heldout import Heldout
 from rlx.mesh import on_mesh
-from rlx.settings import Config, uses_lora
+from rlx.settings import Config
 from rlx.task_loading import load_task
 from rlx.tasks.files import read_json_lines
 
@@ -195,7 +196,7 @@ def export(run: Path, step: int | None, output: Path, dtype: str, adapter: bool)
             raise BadInput(f"--step: expected one of {kept.steps}; came {step}.")
         step = kept.latest if step is None else step
         weights = jax.device_get(kept.restore_params(shapes, step))
-    scorer = assemble.trains_scorer(config)
+    scorer = trains_scorer(config)
     if adapter:
         alpha, base = policy.lora.alpha, policy.folder
         save_adapters(output, weights, policy.config, alpha=alpha, base=base, scorer=scorer)

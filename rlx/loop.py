@@ -26,6 +26,7 @@ from rlx.background import Background
 from rlx.checkpoint import Checkpoints
 from rlx.compilation import Compilation
 from rlx.config import ConfigError, load, resolved_yaml
+from rlx.derived import offline, terms, trains_scorer
 from rlx.evaluate import change_told, nest_greedy
 from rlx.measure import make_evaluation
 from rlx.mesh import Sizes, abstract, on_mesh, this_hardware, told
@@ -35,7 +36,7 @@ from rlx.report.html import write_report
 from rlx.report.metrics import RESERVED, MetricsWriter, Unwritten, read_lines
 from rlx.report.progress import Progress, clock_time
 from rlx.scorers import load_reward_model
-from rlx.settings import Config, offline, terms
+from rlx.settings import Config
 from rlx.stepper import offline_stepper, online_stepper
 from rlx.task_loading import load_task
 
@@ -156,7 +157,7 @@ def _train(config: Config, stream: TextIOBase, compilation: Compilation) -> dict
     heldout = make_evaluation(
         config, policy, task, keys.evaluation, counts, stepper.learner, reward_model
     )
-    if assemble.trains_scorer(config):
+    if trains_scorer(config):
         padding(policy.folder)  # it says before the run that its end would fail
     if stepper.critic is not None:
         padding(stepper.critic.folder)
@@ -246,7 +247,7 @@ def _train(config: Config, stream: TextIOBase, compilation: Compilation) -> dict
             after = record.evaluate(step, stepper.whole(state), preview, final, greedy=greedy)
             weights = hosts.to_first(stepper.whole(state))
             adapters = None if policy.lora is None else hosts.to_first(state.params)
-            scorer = assemble.trains_scorer(config)
+            scorer = trains_scorer(config)
             if hosts.first():
                 write = export_scorer if scorer else export
                 write(folder / "hf", merged(weights), policy.config, source=policy.folder)

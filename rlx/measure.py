@@ -4,12 +4,13 @@ import jax
 from jaxtyping import Key
 
 from rlx import assemble
+from rlx.derived import source
 from rlx.evaluate import Evaluation
 from rlx.heldout import Heldout
 from rlx.heldout_text import HeldoutPairs, HeldoutTexts
 from rlx.learner import Learner
 from rlx.scorers import RewardModel
-from rlx.settings import Config, source
+from rlx.settings import Config
 from rlx.stepper import given_text, with_signals
 from rlx.tasks import Task
 

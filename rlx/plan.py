@@ -17,12 +17,13 @@ from model.device import Device, made_for
 from model.errors import BadInput
 from rlx import assemble
 from rlx.cost import Cost, cost
+from rlx.derived import offline, rows
 from rlx.fits import Usage, check_fits, memory_limit, remedy, usage
 from rlx.mesh import Hardware, Sizes, choose, current, layouts, obstacles, on_mesh
 from rlx.plan_programs import Planned, programs
 from rlx.plan_shapes import Places, model_shape
 from rlx.roofline import Seconds, beyond, seconds
-from rlx.settings import Config, offline, rows
+from rlx.settings import Config
 from rlx.topology import Topology, abstract_devices
 
 USED = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")

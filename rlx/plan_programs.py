@@ -18,6 +18,7 @@ from model.parameters import cast, parameter_axes
 from model.sample import STRIDE, cache_widths
 from rlx import assemble
 from rlx.data import padded_width
+from rlx.derived import needs_critic, offline, rows, unit
 from rlx.frozen import frozen_dtype
 from rlx.learner import Learner
 from rlx.offline import offline_run
@@ -33,7 +34,7 @@ from rlx.prepare import Frozen, make_signal, score_samples
 from rlx.prompts import Prompts
 from rlx.rollout import Scores, sample_round
 from rlx.rounds import begin
-from rlx.settings import Config, offline, rows, unit
+from rlx.settings import Config
 from rlx.state import start_memory
 from rlx.train import PROGRAMS
 from rlx.types import Batch, Signal, TrainState
@@ -73,7 +74,7 @@ def programs(config: Config, places: Places) -> list[Planned]:
     """In the order that a step runs them. `config` is resolved for the devices."""
     policy = abstract_policy(config)
     critic = None
-    if assemble.needs_critic(config) and config.critic.kind == "model":
+    if needs_critic(config) and config.critic.kind == "model":
         path = config.critic.path or config.model.path
         critic = dataclasses.replace(
             model_shape(path, "critic.path")[0], num_tokens=policy.config.num_tokens

@@ -20,9 +20,10 @@ from model.shapes import names, published
 from model.sharding import BATCH, ParameterAxes, shardings, without_mesh
 from model.tokenizer import load_tokenizer
 from rlx import assemble
+from rlx.derived import uses_lora
 from rlx.frozen import HOST, frozen_dtype
 from rlx.lora import Lora, adapt
-from rlx.settings import Config, uses_lora
+from rlx.settings import Config
 
 
 class Tokens(NamedTuple):

@@ -18,6 +18,7 @@ from model.qwen import Qwen
 from model.score_head import is_scorer, load_scorer
 from model.tokenizer import load_tokenizer
 from rlx import assemble
+from rlx.derived import needs_critic
 from rlx.frozen import freeze
 from rlx.mesh import placed
 from rlx.settings import Config
@@ -46,7 +47,7 @@ def load_critic(config: Config, policy: assemble.Policy) -> Critic | None:
 
     It begins as the policy, or as the policy or reward model of `critic.path`.
     """
-    if not assemble.needs_critic(config) or config.critic.kind == "head":
+    if not needs_critic(config) or config.critic.kind == "head":
         return None
     if not config.critic.path:
         trunk = {name: leaf for name, leaf in merged(policy.whole).items() if name != "lm_head"}

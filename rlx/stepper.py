@@ -15,6 +15,7 @@ from model.lora import beside
 from model.tokenizer import Tokenizer
 from rlx import assemble
 from rlx.data import chat_rows, encode_prompts, preference_pairs, prompt_pool, worked_examples
+from rlx.derived import source
 from rlx.frozen import freeze_reference
 from rlx.learner import Learner
 from rlx.mesh import everywhere
@@ -24,7 +25,7 @@ from rlx.prepare import Frozen, make_signal
 from rlx.prompts import Prompts
 from rlx.rewards.host import HostVerifier
 from rlx.scorers import Critic, RewardModel, load_critic
-from rlx.settings import Config, source
+from rlx.settings import Config
 from rlx.state import initial_state
 from rlx.task_loading import make_verifier
 from rlx.tasks import Task
