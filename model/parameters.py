@@ -95,3 +95,9 @@ def cast(params: PyTree, dtype: DTypeLike, activations: DTypeLike | None = None)
         return value if kept else value.astype(used)
 
     return jax.tree_util.tree_map_with_path(leaf, params)
+
+
+def parameter_count(config: ModelConfig) -> int:
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    shapes = jax.eval_shape(lambda k: initialise(config, k), key)
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes))

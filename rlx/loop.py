@@ -31,10 +31,12 @@ from rlx.evaluate import change_told, nest_greedy
 from rlx.measure import make_evaluation
 from rlx.mesh import Sizes, abstract, on_mesh, this_hardware, told
 from rlx.plan import check_here
+from rlx.policy import load_policy
 from rlx.record import Record
 from rlx.report.html import write_report
 from rlx.report.metrics import RESERVED, MetricsWriter, Unwritten, read_lines
 from rlx.report.progress import Progress, clock_time
+from rlx.resolve import mesh_sizes, resolve, with_mesh
 from rlx.scorers import load_reward_model
 from rlx.settings import Config
 from rlx.stepper import offline_stepper, online_stepper
@@ -127,12 +129,12 @@ def check_resume(config: Config, folder: Path) -> None:
 
 def train(config: Config, stream: TextIOBase) -> dict[str, Any]:
     """A whole run; returns what summary.json holds. Progress goes to `stream`."""
-    config = assemble.resolve(config)
+    config = resolve(config)
     hosts.check_same_settings(config)
     # Devices of one kind may differ a little in their memory.
-    sizes = hosts.from_first(lambda: assemble.mesh_sizes(config))
+    sizes = hosts.from_first(lambda: mesh_sizes(config))
     with on_mesh(sizes), Compilation() as compilation:
-        config = assemble.with_mesh(config, sizes)
+        config = with_mesh(config, sizes)
         check_here(config)
         return _train(config, stream, compilation)
 
@@ -145,7 +147,7 @@ def _train(config: Config, stream: TextIOBase, compilation: Compilation) -> dict
     # ---- the parts -------------------------------------------------------------------------
     keys = assemble.random_keys(config)
     task = load_task(config)
-    policy = assemble.load_policy(config, keys.weights)
+    policy = load_policy(config, keys.weights)
     counts = {"eval.final_problems": config.eval.final_problems}
     if config.eval.every:
         counts["eval.problems"] = config.eval.problems

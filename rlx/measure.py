@@ -9,6 +9,7 @@ from rlx.evaluate import Evaluation
 from rlx.heldout import Heldout
 from rlx.heldout_text import HeldoutPairs, HeldoutTexts
 from rlx.learner import Learner
+from rlx.policy import Policy
 from rlx.scorers import RewardModel
 from rlx.settings import Config
 from rlx.stepper import given_text, with_signals
@@ -17,7 +18,7 @@ from rlx.tasks import Task
 
 def make_evaluation(
     config: Config,
-    policy: assemble.Policy,
+    policy: Policy,
     task: Task,
     key: Key[jax.Array, ""],
     counts: dict[str, int],

@@ -30,6 +30,7 @@ from rlx.plan_shapes import (
     model_shape,
     scorer_params,
 )
+from rlx.policy import Policy
 from rlx.prepare import Frozen, make_signal, score_samples
 from rlx.prompts import Prompts
 from rlx.rollout import Scores, sample_round
@@ -95,7 +96,7 @@ def programs(config: Config, places: Places) -> list[Planned]:
 
 
 def _online(
-    config: Config, places: Places, policy: assemble.Policy, learner: Learner, state: TrainState
+    config: Config, places: Places, policy: Policy, learner: Learner, state: TrainState
 ) -> list[Planned]:
     batch, sampling = config.batch, config.sampling
     plan = assemble.make_plan(config, policy, learner, ("score",), True)
@@ -168,9 +169,7 @@ def _online(
     return made
 
 
-def _frozen(
-    config: Config, places: Places, policy: assemble.Policy
-) -> tuple[PyTree | None, PyTree | None]:
+def _frozen(config: Config, places: Places, policy: Policy) -> tuple[PyTree | None, PyTree | None]:
     """What the policy is held to, and what its adapters are beside."""
     axes, base = parameter_axes(policy.config), None
     if policy.base is not None:
@@ -206,7 +205,7 @@ def _decode_trips(config: Config, count: int, slots: int) -> float:
 
 
 def _offline(
-    config: Config, places: Places, policy: assemble.Policy, learner: Learner, state: TrainState
+    config: Config, places: Places, policy: Policy, learner: Learner, state: TrainState
 ) -> list[Planned]:
     sampling, size = config.sampling, unit(config)
     width, columns = padded_width(sampling.max_prompt_tokens), padded_width(sampling.max_new_tokens)

@@ -144,7 +144,7 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny_nano(tmp_path_factory):
     """The bundled model's tokenizer around a model that compiles in a second."""
-    from rlx.assemble import checkpoint_folder
+    from rlx.policy import checkpoint_folder
 
     folder = tmp_path_factory.mktemp("tiny")
     for file in checkpoint_folder("nano").iterdir():

@@ -20,7 +20,7 @@ from model.heads import logits
 from model.load import load_params
 from model.parameters import head_kernel
 from model.qwen import Qwen
-from rlx.assemble import checkpoint_folder
+from rlx.policy import checkpoint_folder
 
 NANO = checkpoint_folder("nano")
 pytestmark = pytest.mark.usefixtures("quick_compilation")
