@@ -11,12 +11,12 @@ from jaxtyping import Key, PyTree
 
 from model.config import ModelConfig
 from model.device import this_device
+from model.draw import Filters
 from model.errors import BadInput
 from model.heads import with_value_head
 from model.kernels import fitting, obstacle
 from model.product import activations
 from model.qwen import Qwen
-from model.sample import Filters
 from rlx import ops
 from rlx.algorithms import TERMS
 from rlx.algorithms.record import hyper_parameters
