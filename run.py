@@ -82,7 +82,7 @@ def train(options: argparse.Namespace) -> dict[str, Any] | None:
     # Without a recipe it is the main job that runs, on the bundled model.
     config = load_training(options.config or DEFAULT_CONFIG, options.settings)
     if options.print_config:
-        from rlx.assemble import resolve
+        from rlx.resolve import resolve
 
         config = resolve(config)
         if not options.json:

@@ -56,7 +56,7 @@ def main() -> None:
     import jax
     from ceilings import ceilings
 
-    from model.qwen import initialise
+    from model.parameters import initialise
 
     limits = ceilings(load.matmul, load.copied, reps=5)
     config = SHAPES[chosen.shape]
@@ -136,7 +136,7 @@ def update_rate(config, params, load: Load, limits: dict) -> dict:
     from memory import operands
 
     from rlx.cost import forward_flops, temporary_bytes, update_flops
-    from rlx.train import initial_state
+    from rlx.state import initial_state
     from rlx.update import update
 
     options = argparse.Namespace(
@@ -184,12 +184,15 @@ def countdown_step(config, params, load: Load, limits: dict) -> dict:
     drawn, so that the whole path of a run is taken, verifier included."""
     import jax
 
+    from model.tokenizer import load_tokenizer
     from rlx import assemble
     from rlx.config import load as load_config
+    from rlx.policy import Policy, checkpoint_folder
+    from rlx.resolve import resolve
     from rlx.stepper import online_stepper
     from rlx.task_loading import load_task
 
-    run = assemble.resolve(
+    run = resolve(
         load_config(
             None,
             [
@@ -202,10 +205,10 @@ def countdown_step(config, params, load: Load, limits: dict) -> dict:
         )
     )
     keys = assemble.random_keys(run)
-    folder = assemble.checkpoint_folder("nano")
-    tokenizer = assemble.load_tokenizer(folder)
+    folder = checkpoint_folder("nano")
+    tokenizer = load_tokenizer(folder)
     config = dataclasses.replace(config, num_tokens=len(tokenizer))
-    policy = assemble.Policy(folder, config, tokenizer, params, jax.numpy.dtype("bfloat16"))
+    policy = Policy(folder, config, tokenizer, params, jax.numpy.dtype("bfloat16"))
     stepper = online_stepper(run, policy, load_task(run), keys, None)
     state, seconds = stepper.state, []
     for _ in range(2):

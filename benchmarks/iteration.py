@@ -35,7 +35,7 @@ def main() -> None:
 
     import jax
 
-    from rlx.train import initial_state
+    from rlx.state import initial_state
 
     config, params = load_model(options)
     plan = make_plan(options, config)
@@ -79,7 +79,7 @@ def runner(options: argparse.Namespace, plan, phases: Phases) -> Callable:
     import jax.numpy as jnp
 
     from rlx.prepare import Frozen
-    from rlx.rollout import Prompts
+    from rlx.prompts import Prompts
     from rlx.train import fused, staged
     from rlx.verify import callback_verifier, host_verifier
 

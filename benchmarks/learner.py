@@ -18,7 +18,7 @@ def make_learner(
     from model.product import activations
     from model.qwen import Qwen
     from rlx.algorithms import ALGORITHMS
-    from rlx.update import Learner, Term
+    from rlx.learner import Learner, Term
 
     rate = 1e-6
     if unrolled is None:

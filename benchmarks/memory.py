@@ -81,8 +81,8 @@ def operands(learner, options: argparse.Namespace):
     import jax
     import jax.numpy as jnp
 
-    from model.qwen import initialise
-    from rlx.train import initial_state
+    from model.parameters import initialise
+    from rlx.state import initial_state
     from rlx.types import Batch, Signal
 
     rows, width = options.rows, options.columns - 2

@@ -24,6 +24,8 @@ import optax
 
 from rlx import assemble, optimizer_state
 from rlx.config import load
+from rlx.policy import load_policy
+from rlx.resolve import resolve
 from rlx.stepper import offline_stepper
 from rlx.task_loading import load_task
 
@@ -51,9 +53,9 @@ def train(kind: str, seed: int, updates: int):
         "batch.prompts=8",
         "batch.micro=8",
     ]
-    config = assemble.resolve(load(Path("configs/tiny_sft.yaml"), changes))
+    config = resolve(load(Path("configs/tiny_sft.yaml"), changes))
     keys = assemble.random_keys(config)
-    policy = assemble.load_policy(config, keys.weights)
+    policy = load_policy(config, keys.weights)
     if kind == "other order":
         keys = keys._replace(order=jax.random.fold_in(keys.order, 1))
     with rounding_to_nearest(kind.endswith("nearest")):
@@ -88,9 +90,10 @@ def main() -> None:
     arguments = parser.parse_args()
     found = {kind: [] for kind in KINDS}
     for seed in arguments.seeds:
+        base = None
         for kind in KINDS:
             run = train(kind, seed, arguments.updates)
-            base = run if kind == KINDS[0] else base
+            base = base or run
             line = {
                 "bytes_a_parameter": round(run["bytes"], 3),
                 "loss": round(run["loss"], 4),

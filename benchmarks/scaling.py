@@ -91,9 +91,9 @@ def measure_point(axis: str, value: int, chosen: argparse.Namespace, limits: dic
     import jax
     import jax.numpy as jnp
 
-    from model.qwen import initialise
+    from model.parameters import initialise
     from rlx.cost import cost, forward_flops, rollout_bytes, update_flops
-    from rlx.train import initial_state
+    from rlx.state import initial_state
     from rlx.update import update
 
     arguments = [f"--{name}={number}" for name, number in flags_of(axis, value).items()]

@@ -32,7 +32,7 @@ def main() -> None:
 
     import jax
 
-    from rlx.train import initial_state
+    from rlx.state import initial_state
     from rlx.update import update
 
     config, params = load_model(options)

@@ -111,7 +111,7 @@ def load_model(options: argparse.Namespace):
 
     from model.config import read_config
     from model.load import load_params
-    from model.qwen import initialise
+    from model.parameters import initialise
 
     if options.model_dir is None:
         config = model_config(options)

@@ -19,8 +19,9 @@ from jaxtyping import Array, Bool, Float, Int, Int8, PyTree
 from model.attention import MASKED, WholeRows, causal_mask, rotary_phases
 from model.config import ModelConfig
 from model.lora import merged
+from model.parameters import joined
 from model.quantize import Stored, quantize, quantize_kernels
-from model.qwen import Block, RMSNorm, joined
+from model.qwen import Block, RMSNorm
 from model.sharding import shared_rows
 
 

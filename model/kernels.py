@@ -180,7 +180,7 @@ def _each_part(
     query: Float[Array, "B S H d"],
     key: Float[Array, "B S K d"],
     value: Float[Array, "B S K d"],
-    rows: Int[Array, "B *rest"],
+    rows: Int[Array, " B *rest"],
 ) -> Float[Array, "B S H d"]:
     """What the kernel gives for the rows and heads of each device."""
     if not mesh_sizes():

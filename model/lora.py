@@ -108,7 +108,7 @@ def beside(base: PyTree | None, trained: PyTree) -> PyTree:
 def low_rank(
     x: Float[Array, "n i"],
     a: Float[Array, "*inputs r"],
-    b: Float[Array, "r *outputs"],
+    b: Float[Array, " r *outputs"],
     scale: Float[Array, ""],
     dtype: DTypeLike,
 ) -> Float[Array, "n o"]:

@@ -24,7 +24,7 @@ from model.sharding import TENSOR, mesh_sizes, partition
 INITIAL_SCALE = 0.02
 
 JOINT = "gate_up_proj"
-"""Gate and up side by side in one kernel, where `qwen.joined` has put them so."""
+"""Gate and up side by side in one kernel, where `parameters.joined` has put them so."""
 
 LOADS = "router"
 """The collection in which layers leave their Load, where it is mutable."""

@@ -1,12 +1,7 @@
 """The sampler: prompts are prefilled once, their samples decoded side by side, in one program.
 
-    slot      a place in the batch that is decoded; it holds one row after another, or one for good
-    age       tokens that a slot's row has
-    step      one more token in each slot, written at the same column of every slot's cache
-
-As a row's columns are its last `age` ones, wherever in the cache they lie, a slot can begin a new
-row at any step: the cache is a ring. Where each row has a slot of its own (training's case), all
-rows are of one age, and the cache begins narrow and is widened as they grow.
+Rows are decoded in slots (model/slots.py). Where each row has a slot of its own (training's case),
+all rows are of one age, and the cache begins narrow and is widened as they grow.
 
 A log-probability is that of the full softmax at the sampling temperature, whatever filters the
 draw went through.
@@ -20,37 +15,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Int8, Key, PyTree
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from model.config import ModelConfig
-from model.decode import (
-    Cache,
-    Prompt,
-    Visible,
-    decode,
-    emptied,
-    in_type,
-    prefill,
-    room,
-    side_by_side,
-    unstacked,
-    widened,
-)
-from model.draw import Drawn, Filters, draw_token
+from model.decode import Visible, decode, in_type, prefill, room, side_by_side, unstacked, widened
+from model.draw import Filters, draw_token
 from model.errors import BadInput
 from model.heads import logits
-from model.quantize import Stored, kernel_inputs, quantize, unhoisted
-from model.qwen import head_kernel, parameter_axes
-from model.sharding import (
-    AXES,
-    BATCH,
-    RULES,
-    TENSOR,
-    batch_shards,
-    constrain,
-    mesh_sizes,
-    part_of,
-)
+from model.parameters import head_kernel
+from model.quantize import Stored, quantize, unhoisted
+from model.sample_inputs import Given, input_partition, row_uniforms
+from model.sharding import AXES, BATCH, TENSOR, batch_shards, mesh_sizes, part_of
+from model.slots import Log, Rows, State, begin, gathered, move_together, refill
 
 STRIDE = 4
 """Steps between two looks at what has finished: to stop, or to give a slot its next row."""
@@ -73,50 +49,6 @@ class Samples(NamedTuple):
     """False where the logits held a NaN or an infinity: such a row is no sample."""
     slot_steps: Int[Array, ""]
     """Slots x steps: the tokens that could have been sampled at this cost."""
-
-
-class Log(NamedTuple):
-    """What was drawn, a line a step. Rows find theirs at the end: no step scatters."""
-
-    drawn: Drawn
-    row: Int[Array, "steps slots"]
-    """Whose token it is; -1 if nobody's."""
-
-
-class State(NamedTuple):
-    step: Int[Array, ""]
-    row: Int[Array, " slots"]
-    age: Int[Array, " slots"]
-    token: Int[Array, " slots"]
-    """The last one, whose successor is drawn next."""
-    live: Bool[Array, " slots"]
-    """The row is not at its end."""
-    clean: Bool[Array, " slots"]
-    """The slot's cache holds finite numbers."""
-    caches: list[Cache]
-    log: Log
-    taken: Int[Array, ""]
-    """Rows that have got a slot."""
-    begun: Int[Array, " B"]
-    """At which step."""
-    slot: Int[Array, " B"]
-    """Which it was."""
-    moved: Int[Array, ""]
-    """The step at which the last rows were moved together."""
-    slot_after: Int[Array, " B"]
-    """Their slots from then on."""
-    slot_steps: Int[Array, ""]
-
-
-class Rows(NamedTuple):
-    """What is known of each row before it is sampled."""
-
-    prompt: Int[Array, " B"]
-    token: Int[Array, " B"]
-    """The prompt's last: left to the loop, so that there is one place that draws."""
-    position: Int[Array, " B"]
-    limit: Int[Array, " B"]
-    uniforms: Float[Array, "B T"]
 
 
 def sample(
@@ -166,7 +98,7 @@ def sample(
         kernel_scale=scale,
         tokens=tokens,
         positions=positions,
-        uniforms=_uniforms(keys, max_new_tokens),
+        uniforms=row_uniforms(keys, max_new_tokens),
         limits=jnp.minimum(limits, max_new_tokens),
         stop_ids=stop_ids,
         temperature=temperature,
@@ -182,61 +114,11 @@ def sample(
         rows = PartitionSpec(BATCH)
         part = jax.shard_map(
             part,
-            in_specs=(_partition(config, given),),
+            in_specs=(input_partition(config, given),),
             out_specs=Samples(rows, rows, rows, rows, rows, PartitionSpec()),
             check_vma=False,
         )
     return part(given)
-
-
-class Given(NamedTuple):
-    """All that sampling needs, on whatever devices."""
-
-    params: PyTree
-    """Of their types, with layers in a list."""
-    kernel: Float[Array, "D V"] | Int8[Array, "D V"]
-    """The head's."""
-    kernel_scale: Float[Array, " V"] | None
-    tokens: Int[Array, "N P"]
-    positions: Int[Array, "N P"]
-    uniforms: Float[Array, "N G T"]
-    limits: Int[Array, "N G"]
-    stop_ids: Int[Array, " stops"]
-    temperature: float | Float[Array, ""]
-    filters: Filters | None
-
-
-def _partition(config: ModelConfig, given: Given) -> Given:
-    """How it is split. A step reads all parameters: so each device keeps those of its part of the
-    tensor axis, gathered over fsdp once a rollout."""
-    axes = parameter_axes(config)
-
-    def of_leaf(path, leaf):
-        *outer, kind = (key.key for key in path if isinstance(key, jax.tree_util.DictKey))
-        names = axes[*outer, "kernel" if kind == "kernel_scale" else kind]
-        if kind == "kernel_scale":
-            inputs = kernel_inputs(*outer)
-            names = tuple(name for i, name in enumerate(names) if i not in inputs)
-        if outer[0] == "layers":
-            names = names[1:]
-        return PartitionSpec(*(of_tensor(name) for name in names))
-
-    def of_tensor(name):
-        return TENSOR if RULES.get(name) == TENSOR else None
-
-    rows, whole = PartitionSpec(BATCH), PartitionSpec()
-    return Given(
-        params=jax.tree_util.tree_map_with_path(of_leaf, given.params),
-        kernel=PartitionSpec(None, TENSOR),
-        kernel_scale=PartitionSpec(TENSOR),
-        tokens=rows,
-        positions=rows,
-        uniforms=rows,
-        limits=rows,
-        stop_ids=whole,
-        temperature=whole,
-        filters=whole,
-    )
 
 
 def _sample_part(
@@ -323,7 +205,7 @@ def _sample_part(
     longest = STRIDE * math.ceil(max_new_tokens / STRIDE)
     if slots is None or slots >= count:
         slots = count
-        state = _begin(rows, slots, longest, [room(p, slots, 0) for p in prefilled])
+        state = begin(rows, slots, longest, [room(p, slots, 0) for p in prefilled])
         for columns in cache_widths(longest):
             caches = [widened(cache, columns) for cache in state.caches]
             state = jax.lax.while_loop(
@@ -335,122 +217,35 @@ def _sample_part(
         own = [jax.tree.map(lambda x: x[rows.prompt[:slots]], prompt) for prompt in prefilled]
         # No slot is free while rows wait: the last to begin does so within the first term.
         steps = (count - 1) * longest // slots + longest
-        state = _begin(rows, slots, steps, [room(prompt, slots, longest) for prompt in own])
+        state = begin(rows, slots, steps, [room(prompt, slots, longest) for prompt in own])
         few = slots // 4
         state = jax.lax.while_loop(
             lambda state: anyone((state.taken < count) | (jnp.sum(state.live) > few)),
-            lambda state: stride(_refill(state, rows, prefilled), shared=False),
+            lambda state: stride(refill(state, rows, prefilled), shared=False),
             state,
         )
         if few:
             state = jax.lax.while_loop(
                 lambda state: anyone(jnp.any(state.live)),
                 lambda state: stride(state, shared=False),
-                _together(state, few),
+                move_together(state, few),
             )
-    samples = _collect(state, max_new_tokens, given.stop_ids, pad_id)
+    drawn, mask = gathered(state, max_new_tokens)
+    tokens = jnp.where(mask, drawn.token, pad_id)
+    samples = Samples(
+        tokens=tokens,
+        mask=mask,
+        logprobs=jnp.where(mask, drawn.logprob, 0.0),
+        truncated=~jnp.any(mask & jnp.isin(tokens, given.stop_ids), axis=1),
+        finite=jnp.all(drawn.finite | ~mask, axis=1),
+        slot_steps=state.slot_steps,
+    )
     if jax.sharding.get_abstract_mesh().empty:
         return samples
     return samples._replace(slot_steps=jax.lax.psum(samples.slot_steps, BATCH))
-
-
-def _uniforms(keys: Key[Array, "N G"], width: int) -> Float[Array, "N G {width}"]:
-    """The number that draws each of a row's tokens, of its key and the token's place alone."""
-
-    def of_row(key):
-        return jax.vmap(lambda t: jax.random.uniform(jax.random.fold_in(key, t)))(jnp.arange(width))
-
-    return constrain(jax.vmap(jax.vmap(of_row))(keys), "batch")
 
 
 def cache_widths(longest: int) -> list[int]:
     """The widths that the cache of `longest` columns goes through."""
     part = max(NARROWEST, STRIDE * math.ceil(longest / WIDTHS / STRIDE))
     return [*range(part, longest, part), longest]
-
-
-def _begin(rows: Rows, slots: int, steps: int, caches: list[Cache]) -> State:
-    """The first rows in the slots."""
-    count = rows.limit.shape[0]
-    lines = (steps, slots)
-    drawn = Drawn(jnp.zeros(lines, jnp.int32), jnp.zeros(lines), jnp.ones(lines, bool))
-    return State(
-        step=jnp.int32(0),
-        row=jnp.arange(slots),
-        age=jnp.zeros(slots, jnp.int32),
-        token=rows.token[:slots],
-        live=rows.limit[:slots] > 0,
-        clean=jnp.ones(slots, bool),
-        caches=caches,
-        log=Log(drawn, jnp.full(lines, -1)),
-        taken=jnp.int32(slots),
-        begun=jnp.zeros(count, jnp.int32),
-        slot=jnp.arange(count),
-        moved=jnp.int32(steps),
-        slot_after=jnp.zeros(count, jnp.int32),
-        slot_steps=jnp.int32(0),
-    )
-
-
-def _refill(state: State, rows: Rows, prefilled: list[Prompt]) -> State:
-    """The next rows in the slots whose row is at its end."""
-    count = rows.limit.shape[0]
-    following = state.taken + jnp.cumsum(~state.live) - 1
-    fresh = ~state.live & (following < count)
-    row = jnp.where(fresh, following, state.row)
-
-    def choose(new, old):
-        return jnp.where(fresh.reshape(-1, *[1] * (old.ndim - 1)), new, old)
-
-    def new_prompt(cache, prompt):
-        own = jax.tree.map(
-            lambda new, old: choose(new[rows.prompt[row]], old), prompt, cache.prompt
-        )
-        return cache._replace(prompt=own)
-
-    caches = jax.lax.cond(
-        jnp.any(fresh & ~state.clean),
-        lambda caches: [emptied(cache, fresh) for cache in caches],
-        lambda caches: caches,
-        state.caches,
-    )
-    at = jnp.where(fresh, row, count)
-    return state._replace(
-        row=row,
-        age=jnp.where(fresh, 0, state.age),
-        token=jnp.where(fresh, rows.token[row], state.token),
-        live=state.live | fresh & (rows.limit[row] > 0),
-        clean=state.clean | fresh,
-        caches=[new_prompt(*pair) for pair in zip(caches, prefilled, strict=True)],
-        taken=state.taken + jnp.sum(fresh, dtype=jnp.int32),
-        begun=state.begun.at[at].set(state.step, mode="drop"),
-        slot=state.slot.at[at].set(jnp.arange(len(at)), mode="drop"),
-    )
-
-
-def _together(state: State, few: int) -> State:
-    """The last rows, `few` at most, in as few slots: with none to follow, the others are idle."""
-    chosen = jnp.argsort(~state.live, stable=True)[:few]
-    of_slots = ("row", "age", "token", "live", "clean", "caches")
-    moved = {name: jax.tree.map(lambda x: x[chosen], getattr(state, name)) for name in of_slots}
-    at = state.row[chosen]
-    return state._replace(
-        **moved, moved=state.step, slot_after=state.slot_after.at[at].set(jnp.arange(few))
-    )
-
-
-def _collect(state: State, width: int, stop_ids: Int[Array, " stops"], pad_id: int) -> Samples:
-    """Each row's tokens, from the lines in which it had its slot."""
-    steps = state.begun[:, None] + jnp.arange(width)
-    slots = jnp.where(steps < state.moved, state.slot[:, None], state.slot_after[:, None])
-    drawn, row = jax.tree.map(lambda log: log[steps, slots], state.log)
-    mask = row == jnp.arange(len(steps))[:, None]
-    tokens = jnp.where(mask, drawn.token, pad_id)
-    return Samples(
-        tokens=tokens,
-        mask=mask,
-        logprobs=jnp.where(mask, drawn.logprob, 0.0),
-        truncated=~jnp.any(mask & jnp.isin(tokens, stop_ids), axis=1),
-        finite=jnp.all(drawn.finite | ~mask, axis=1),
-        slot_steps=state.slot_steps,
-    )

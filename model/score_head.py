@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from model.config import SCORERS, CheckpointError, ModelConfig, read_json, to_hugging_face
+from model.config import CheckpointError, ModelConfig, read_json, to_hugging_face
+from model.config_fields import SCORERS
 from model.load import MAX_SHARD_BYTES, read_params, write_params, write_whole
 from model.tensors import scorer_tensors
 from model.tokenizer import load_tokenizer

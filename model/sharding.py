@@ -143,24 +143,24 @@ def each_shard(function: Callable, *operands: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x[None], function(*operands))
 
 
-def apart(x: Shaped[Array, "B *rest"], shards: int) -> Shaped[Array, "shards b *rest"]:
+def apart(x: Shaped[Array, " B *rest"], shards: int) -> Shaped[Array, "shards b *rest"]:
     """The parts of a batch, by themselves."""
     return x.reshape(shards, x.shape[0] // shards, *x.shape[1:])
 
 
-def together(x: Shaped[Array, "shards b *rest"]) -> Shaped[Array, "B *rest"]:
+def together(x: Shaped[Array, "shards b *rest"]) -> Shaped[Array, " B *rest"]:
     """The reverse of `apart`."""
     return x.reshape(-1, *x.shape[2:])
 
 
-def micro_batches(x: Shaped[Array, "B *rest"], micro: int) -> Shaped[Array, "n {micro} *rest"]:
+def micro_batches(x: Shaped[Array, " B *rest"], micro: int) -> Shaped[Array, "n {micro} *rest"]:
     """The rows of a batch in pieces, in each as many of every part of the mesh: none changes its
     device."""
     cut = x.reshape(batch_shards(), -1, micro // batch_shards(), *x.shape[1:]).swapaxes(0, 1)
     return constrain(cut.reshape(-1, micro, *x.shape[1:]), None, "batch")
 
 
-def in_row_order(x: Shaped[Array, "n micro *rest"]) -> Shaped[Array, "B *rest"]:
+def in_row_order(x: Shaped[Array, "n micro *rest"]) -> Shaped[Array, " B *rest"]:
     """The reverse of `micro_batches`."""
     cut = x.reshape(x.shape[0], batch_shards(), -1, *x.shape[2:]).swapaxes(0, 1)
     return constrain(cut.reshape(-1, *x.shape[2:]), "batch")

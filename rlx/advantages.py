@@ -111,7 +111,7 @@ def whiten(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B 
 
 # From a rollout: advantages and returns, each [B 1] or [B T].
 
-Estimate = tuple[Float[Array, "B #T"], Float[Array, "B #T"]]
+Estimate = tuple[Float[Array, " B #T"], Float[Array, " B #T"]]
 
 
 def per_row(estimate: Callable[..., Float[Array, "N G"]]) -> Callable[..., Estimate]:

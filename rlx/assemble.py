@@ -1,59 +1,41 @@
-"""From a configuration to the parts of a run: model, task, learner, plan."""
+"""From a configuration to the parts of a run: network, losses, learner, plan."""
 
-import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Key, PyTree
 
-import model
-from model.config import ModelConfig, read_config
+from model.config import ModelConfig
 from model.device import this_device
+from model.draw import Filters
 from model.errors import BadInput
 from model.heads import with_value_head
 from model.kernels import fitting, obstacle
-from model.load import load_params
-from model.lora import beside
 from model.product import activations
-from model.qwen import Qwen, initialise, parameter_axes
-from model.sample import Filters
-from model.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from model.qwen import Qwen
 from rlx import ops
 from rlx.algorithms import TERMS
-from rlx.algorithms.record import hyper_parameters, of_scores
+from rlx.algorithms.record import hyper_parameters
 from rlx.corrections import CORRECTIONS
-from rlx.hosts import check_same
-from rlx.lora import Lora, adapt, resolved_lora
-from rlx.mesh import Sizes, choose, placed, this_hardware
+from rlx.derived import needs_critic, offline, rows, terms, trains_scorer, updates
+from rlx.learner import Learner, Term
 from rlx.mixture import Mix
 from rlx.optimizer import apart, make_optimizer, schedule
+from rlx.policy import Policy
 from rlx.prepare import Plan
+from rlx.prompts import Prompts
 from rlx.replay import empty_replay
-from rlx.rollout import Prompts, Sampling, empty_rollout
-from rlx.settings import (
-    Config,
-    MeshSettings,
-    offline,
-    old_logprobs,
-    rows,
-    terms,
-    updates,
-    uses_lora,
-)
+from rlx.rollout import Sampling, empty_rollout
+from rlx.settings import Config
 from rlx.shaping import Shaping
+from rlx.state import start_memory
 from rlx.tasks import Task
-from rlx.train import start_memory
 from rlx.types import Memory
-from rlx.update import Learner, Term
 
-BUNDLED = {"nano": Path(model.__file__).parent / "assets" / "nano"}
-SMALL_PARAMETERS = 1_000_000_000
-"""Above it, whole steps under one jit would hold sampler and update in memory at once."""
 UNROLLED_LAYERS = 32
 
 
@@ -68,128 +50,6 @@ class Keys(NamedTuple):
 
 def random_keys(config: Config) -> Keys:
     return Keys(*jax.random.split(jax.random.key(config.run.seed), len(Keys._fields)))
-
-
-class Policy(NamedTuple):
-    """A checkpoint, ready to be used."""
-
-    folder: Path
-    config: ModelConfig
-    tokenizer: Tokenizer
-    params: PyTree
-    dtype: jnp.dtype
-    lora: Lora | None = None
-    """Where adapters are trained: `params` are then their frozen base."""
-
-    @property
-    def base(self) -> PyTree | None:
-        return None if self.lora is None else self.params
-
-    @property
-    def whole(self) -> PyTree:
-        """The parameters as the model reads them, in the very arrays of base and adapters."""
-        return self.params if self.lora is None else beside(self.params, self.lora.adapters)
-
-
-def checkpoint_folder(path: str, setting: str = "model.path") -> Path:
-    """The folder that a setting names. Raises BadInput where there is none."""
-    folder = BUNDLED.get(path, Path(path))
-    if not path or not folder.is_dir():
-        raise BadInput(
-            f"{setting}: expected a checkpoint folder in Hugging Face's format, or one of "
-            f"{', '.join(BUNDLED)}; came {path or 'nothing'}, which is no folder."
-        )
-    return folder
-
-
-def load_policy(config: Config, key: Key[jax.Array, ""]) -> Policy:
-    """Reads the checkpoint, or draws random weights for its shape. `config` is resolved."""
-    folder = checkpoint_folder(config.model.path)
-    files = sorted((path.name, path.stat().st_size) for path in folder.iterdir() if path.is_file())
-    check_same("files in model.path", files)
-    tokenizer = load_tokenizer(folder)
-    shape = read_config(folder)
-    check_vocabulary(tokenizer, shape)
-    if not tokenizer.stop_ids:
-        raise BadInput(f"The tokenizer of {folder} has no token that ends a text.")
-    if config.model.router_aux and not shape.num_experts:
-        raise BadInput(
-            f"model.router_aux: expected 0, since the model in {folder} has no experts; came "
-            f"{config.model.router_aux}."
-        )
-    shape = dataclasses.replace(shape, num_tokens=len(tokenizer))
-    if config.model.weights == "random":
-        params = initialise(shape, key)
-    else:
-        params = load_params(folder, shape)
-    axes, adapted = parameter_axes(shape), None
-    if uses_lora(config):
-        params, adapted = adapt(config, shape, params, key)
-        adapted = adapted._replace(adapters=placed(axes, adapted.adapters))
-    params = placed(axes, params)
-    return Policy(folder, shape, tokenizer, params, jnp.dtype(config.model.dtype), adapted)
-
-
-def check_length(
-    config: ModelConfig,
-    prompts: Sequence[Sequence[int]],
-    new_tokens: int,
-    whose: str = "the model",
-) -> None:
-    """Raises BadInput where a prompt and its completion have no room in the model."""
-    longest = max(map(len, prompts))
-    if longest + new_tokens > config.max_positions:
-        raise BadInput(
-            f"sampling.max_new_tokens: the longest prompt has {longest} tokens, and with "
-            f"{new_tokens} more it goes beyond the {config.max_positions} positions of {whose}."
-        )
-
-
-def resolve(config: Config) -> Config:
-    """The configuration with each `auto` replaced by what it comes to on this machine.
-
-    Except `model.attention`: it depends on each network's shape (`attention`).
-    """
-    model, rollout, loop = config.model, config.rollout, config.loop
-    if model.dtype == "auto":
-        dtype = "float32" if this_device().platform == "cpu" else "bfloat16"
-        model = model.model_copy(update={"dtype": dtype})
-    adapted = {"lora": resolved_lora(config.lora)} if uses_lora(config) else {}
-    if not offline(config):
-        rollout = rollout.model_copy(update={"old_logprobs": old_logprobs(config)})
-        if loop.mode == "auto":
-            shape = read_config(checkpoint_folder(model.path))
-            small = parameter_count(shape) <= SMALL_PARAMETERS and model.frozen_memory == "device"
-            mode = "fused" if small and jax.process_count() == 1 else "staged"
-            loop = loop.model_copy(update={"mode": mode})
-        elif loop.mode == "fused" and jax.process_count() > 1:
-            raise BadInput(
-                "loop.mode: expected auto or staged on several hosts, since the verifier of a "
-                "fused step is called by one process alone; came fused."
-            )
-    return config.model_copy(update={"model": model, "rollout": rollout, "loop": loop} | adapted)
-
-
-def mesh_sizes(config: Config, *, training: bool = True) -> Sizes:
-    """The mesh of a run on this machine's devices. Raises BadInput where there can be none."""
-    folders = [checkpoint_folder(config.model.path)]
-    if training and needs_critic(config) and config.critic.kind == "model" and config.critic.path:
-        folders.append(checkpoint_folder(config.critic.path, "critic.path"))
-    if config.reward.source == "model":
-        folders.append(checkpoint_folder(config.reward.model, "reward.model"))
-    shapes = list(map(read_config, folders))
-    return choose(config, shapes, parameter_count(shapes[0]), this_hardware(), training=training)
-
-
-def with_mesh(config: Config, sizes: Sizes) -> Config:
-    """The configuration with these sizes written down."""
-    return config.model_copy(update={"mesh": MeshSettings(**sizes._asdict())})
-
-
-def parameter_count(config: ModelConfig) -> int:
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    shapes = jax.eval_shape(lambda k: initialise(config, k), key)
-    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
 def bound_terms(config: Config) -> tuple[Term, ...]:
@@ -226,11 +86,6 @@ def trained_params(config: Config, policy: Policy) -> PyTree:
     if trains_scorer(config) or headed:
         return with_value_head(policy.config, params)
     return params
-
-
-def trains_scorer(config: Config) -> bool:
-    """Whether the run makes a reward model instead of a policy."""
-    return terms(config)[0].row.inputs is of_scores
 
 
 def check_verifier(config: Config, task: Task) -> None:
@@ -273,10 +128,6 @@ def make_mix(config: Config, task: Task, rows: Sequence[Mapping[str, Any]]) -> M
         task.mixture.floor,
         horizon=config.loop.steps * config.batch.prompts,
     )
-
-
-def needs_critic(config: Config) -> bool:
-    return not offline(config) and any(term.row.critic for term in terms(config))
 
 
 def attention(config: Config, shape: ModelConfig, dtype: jnp.dtype) -> str:

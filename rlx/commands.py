@@ -17,12 +17,15 @@ from model.tokenizer import check_ids
 from rlx import assemble, hosts, scorers
 from rlx.checkpoint import Checkpoints
 from rlx.config import load
+from rlx.derived import trains_scorer, uses_lora
 from rlx.evaluate import nest_greedy
 from rlx.files import write_atomically
 from rlx.generate import Draw, Generator
 from rlx.heldout import Heldout
 from rlx.mesh import on_mesh
-from rlx.settings import Config, uses_lora
+from rlx.policy import Policy, check_length, load_policy
+from rlx.resolve import mesh_sizes, resolve
+from rlx.settings import Config
 from rlx.task_loading import load_task
 from rlx.tasks.files import read_json_lines
 
@@ -32,9 +35,9 @@ GENERATION_ROWS = 256
 
 def evaluate(config: Config) -> dict[str, Any]:
     """Held-out metrics of the checkpoint that `model.path` names, sampled as `sampling` says."""
-    config = assemble.resolve(config)
+    config = resolve(config)
     hosts.check_same_settings(config)
-    sizes = hosts.from_first(lambda: assemble.mesh_sizes(config, training=False))
+    sizes = hosts.from_first(lambda: mesh_sizes(config, training=False))
     with on_mesh(sizes):
         return _evaluate(config)
 
@@ -42,7 +45,7 @@ def evaluate(config: Config) -> dict[str, Any]:
 def _evaluate(config: Config) -> dict[str, Any]:
     keys = assemble.random_keys(config)
     task = load_task(config)
-    policy = assemble.load_policy(config, keys.weights)
+    policy = load_policy(config, keys.weights)
     count = config.eval.final_problems
     counts = {"eval.final_problems": count}
     reward_model = scorers.load_reward_model(config, policy)
@@ -67,9 +70,9 @@ def generate(config: Config, source: Path, output: Path, count: int) -> dict[str
     sampling = config.sampling
     limits = [own_limit(row, place, sampling.max_new_tokens) for place, row in located]
     output.parent.mkdir(parents=True, exist_ok=True)
-    config = assemble.resolve(config)
+    config = resolve(config)
     hosts.check_same_settings(config)
-    sizes = hosts.from_first(lambda: assemble.mesh_sizes(config, training=False))
+    sizes = hosts.from_first(lambda: mesh_sizes(config, training=False))
     with on_mesh(sizes):
         return _generate(config, located, limits, output, count)
 
@@ -83,11 +86,11 @@ def _generate(
 ) -> dict[str, Any]:
     sampling = config.sampling
     keys = assemble.random_keys(config)
-    policy = assemble.load_policy(config, keys.weights)
+    policy = load_policy(config, keys.weights)
     hosts.check_same("lines of --input", located)
     tokenizer = policy.tokenizer
     encoded = [prompt_ids(row, policy, place, sampling.max_prompt_tokens) for place, row in located]
-    assemble.check_length(policy.config, encoded, max(limits))
+    check_length(policy.config, encoded, max(limits))
     generator = Generator(
         policy,
         max_new_tokens=max(limits),
@@ -121,9 +124,7 @@ def _generate(
     }
 
 
-def prompt_ids(
-    row: Mapping[str, Any], policy: assemble.Policy, place: str, limit: int
-) -> list[int]:
+def prompt_ids(row: Mapping[str, Any], policy: Policy, place: str, limit: int) -> list[int]:
     """The ids of one line's prompt. Raises BadInput naming the place."""
     given = [name for name in ("prompt", "messages", "prompt_ids") if row.get(name) is not None]
     if len(given) != 1:
@@ -178,7 +179,7 @@ def export(run: Path, step: int | None, output: Path, dtype: str, adapter: bool)
     """
     if not (run / "config.yaml").exists():
         raise BadInput(f"--run: expected a run folder; there is no config.yaml in {run}.")
-    config = assemble.resolve(load(run / "config.yaml", []))
+    config = resolve(load(run / "config.yaml", []))
     if adapter and not uses_lora(config):
         raise BadInput(
             f"--adapter: expected a run with lora.rank above 0; {run} trained no adapter."
@@ -186,7 +187,7 @@ def export(run: Path, step: int | None, output: Path, dtype: str, adapter: bool)
     if adapter and dtype != "float32":
         raise BadInput(f"--dtype: expected unset, since adapters are float32; came {dtype}.")
     keys = assemble.random_keys(config)
-    policy = assemble.load_policy(config, keys.weights)
+    policy = load_policy(config, keys.weights)
     shapes = jax.eval_shape(lambda: assemble.trained_params(config, policy))
     with Checkpoints(run / "checkpoints", keep=config.checkpoint.keep, keep_best=False) as kept:
         if not kept.steps:
@@ -195,7 +196,7 @@ def export(run: Path, step: int | None, output: Path, dtype: str, adapter: bool)
             raise BadInput(f"--step: expected one of {kept.steps}; came {step}.")
         step = kept.latest if step is None else step
         weights = jax.device_get(kept.restore_params(shapes, step))
-    scorer = assemble.trains_scorer(config)
+    scorer = trains_scorer(config)
     if adapter:
         alpha, base = policy.lora.alpha, policy.folder
         save_adapters(output, weights, policy.config, alpha=alpha, base=base, scorer=scorer)

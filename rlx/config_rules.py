@@ -7,8 +7,9 @@ Which terms can be added up: term_rules.py. Where text is sampled: rollout_rules
 from collections.abc import Iterator
 
 from rlx.config_problems import Problem, ignored, is_set, keys_of
+from rlx.derived import offline, rows, source, terms, unit, updates, uses_lora
 from rlx.rollout_rules import rollout_problems
-from rlx.settings import Config, offline, rows, source, terms, unit, updates, uses_lora
+from rlx.settings import Config
 from rlx.term_rules import term_problems
 
 

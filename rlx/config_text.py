@@ -8,7 +8,8 @@ from typing import Any
 from rlx.algorithms.critic import value
 from rlx.algorithms.record import hyper_parameters
 from rlx.corrections import CORRECTIONS
-from rlx.settings import Config, offline, old_logprobs, rows, terms
+from rlx.derived import offline, old_logprobs, rows, terms
+from rlx.settings import Config
 from rlx.signatures import (
     FILLED,
     ChosenTerm,

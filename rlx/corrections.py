@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float
 
 from rlx.ops import LOG_RATIO_LIMIT, row_sum
 
-Correction = tuple[Float[Array, "B #T"], Float[Array, "B #T"], Bool[Array, "B #T"]]
+Correction = tuple[Float[Array, " B #T"], Float[Array, " B #T"], Bool[Array, " B #T"]]
 
 
 def token_ratio(old: Float[Array, "B T"], sampler: Float[Array, "B T"]) -> Float[Array, "B T"]:

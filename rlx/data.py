@@ -16,7 +16,7 @@ import numpy as np
 from model.errors import BadInput
 from model.sharding import round_up
 from model.tokenizer import Tokenizer
-from rlx.rollout import Prompts
+from rlx.prompts import Prompts
 from rlx.tasks import Pair, Task
 from rlx.tasks.task import Messages
 from rlx.types import Batch, Signal

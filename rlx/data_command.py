@@ -13,9 +13,10 @@ import numpy as np
 from model.config import read_config
 from model.errors import BadInput
 from model.tokenizer import Tokenizer, load_tokenizer
-from rlx.assemble import checkpoint_folder
+from rlx.derived import source
+from rlx.policy import checkpoint_folder
 from rlx.rewards.host import HostVerifier
-from rlx.settings import Config, source
+from rlx.settings import Config
 from rlx.task_loading import load_task
 from rlx.tasks import Pair, Task
 from rlx.tasks.task import Messages

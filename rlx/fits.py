@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import jax
 
 from model.errors import BadInput
+from rlx.derived import offline
 from rlx.hidden import LIBRARY, library_bytes
 from rlx.hlo import parse
-from rlx.settings import Config, offline
+from rlx.settings import Config
 
 GIB = 2**30
 

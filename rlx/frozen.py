@@ -10,8 +10,8 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from model.errors import BadInput
+from model.parameters import cast
 from model.product import activations
-from model.qwen import cast
 from rlx.settings import Config
 
 HOST = "pinned_host"

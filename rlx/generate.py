@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Key, PyTree
 
+from model.draw import Filters
 from model.product import activations
-from model.sample import Filters, Samples, sample
+from model.sample import Samples, sample
 from model.sharding import batch_shards, round_up, whole
-from rlx.assemble import Policy
 from rlx.data import pad_left
+from rlx.policy import Policy
 
 NARROWEST = 32
 """Columns of the narrowest batch of prompts. The others are its doubles, so that prompts of any

@@ -15,8 +15,10 @@ from rlx.data import encode_prompts, prompt_pool
 from rlx.evaluate import HEADLINES, Completion, summarise, summarise_rewards
 from rlx.frozen import on_device
 from rlx.generate import Draw, Generator
+from rlx.policy import Policy, check_length
+from rlx.prompts import Prompts
 from rlx.rewards.score import Score
-from rlx.rollout import Prompts, whole_rows
+from rlx.rollout import whole_rows
 from rlx.scorers import RewardModel
 from rlx.settings import Config
 from rlx.task_loading import make_verifier
@@ -27,7 +29,7 @@ class Heldout:
     def __init__(
         self,
         config: Config,
-        policy: assemble.Policy,
+        policy: Policy,
         task: Task,
         key: Key[jax.Array, ""],
         counts: dict[str, int],
@@ -58,7 +60,7 @@ class Heldout:
         self.key = key
         self.headline = "pass@1" if task.verdicts and reward_model is None else "reward"
         self.higher_is_better = HEADLINES[self.headline].higher_is_better
-        assemble.check_length(policy.config, encoded, sampling.max_new_tokens)
+        check_length(policy.config, encoded, sampling.max_new_tokens)
         self.prompts = encoded
         samples = config.eval.samples if sampling.temperature else 1
         self.draw = Draw(samples, sampling.temperature, assemble.filters(config))

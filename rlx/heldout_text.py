@@ -16,8 +16,8 @@ from model.heads import Outputs
 from model.sharding import whole
 from rlx.algorithms.record import clean
 from rlx.evaluate import HEADLINES, Completion, summarise_pairs, summarise_texts
+from rlx.learner import Learner, forward
 from rlx.types import Batch, Mean
-from rlx.update import Learner, forward
 
 
 class _Given:

@@ -6,7 +6,6 @@ too.
 """
 
 import contextlib
-import datetime
 import math
 import signal
 import time
@@ -16,7 +15,6 @@ from typing import Any
 
 import jax
 
-from model.errors import BadInput
 from model.load import export
 from model.lora import merged
 from model.peft_format import save_adapters
@@ -25,46 +23,23 @@ from rlx import assemble, hosts
 from rlx.background import Background
 from rlx.checkpoint import Checkpoints
 from rlx.compilation import Compilation
-from rlx.config import ConfigError, load, resolved_yaml
+from rlx.config import resolved_yaml
+from rlx.derived import offline, terms, trains_scorer
 from rlx.evaluate import change_told, nest_greedy
 from rlx.measure import make_evaluation
 from rlx.mesh import Sizes, abstract, on_mesh, this_hardware, told
 from rlx.plan import check_here
+from rlx.policy import load_policy
 from rlx.record import Record
 from rlx.report.html import write_report
-from rlx.report.metrics import RESERVED, MetricsWriter, Unwritten, read_lines
+from rlx.report.metrics import MetricsWriter, Unwritten
 from rlx.report.progress import Progress, clock_time
+from rlx.resolve import mesh_sizes, resolve, with_mesh
+from rlx.run_folder import first_evaluation, run_folder
 from rlx.scorers import load_reward_model
-from rlx.settings import Config, offline, terms
+from rlx.settings import Config
 from rlx.stepper import offline_stepper, online_stepper
 from rlx.task_loading import load_task
-
-MAY_CHANGE = {
-    "run.name",
-    "run.dir",
-    "run.resume",
-    "loop.steps",
-    "loop.max_seconds",
-    "eval.every",
-    "eval.problems",
-    "eval.batch",
-    "checkpoint.every",
-    "checkpoint.keep",
-    "checkpoint.keep_best",
-    "log.samples",
-    "log.tensorboard",
-    # Another mesh, or steps run stage by stage (as on several hosts), round otherwise and compute
-    # the same.
-    "loop.mode",
-    "mesh.data",
-    "mesh.fsdp",
-    "mesh.tensor",
-    "hosts.join",
-    "hosts.coordinator",
-    "hosts.count",
-    "hosts.index",
-}
-"""Settings that a resumed run may have anew. The others decide what is computed or compared."""
 
 
 class Interrupt:
@@ -89,49 +64,14 @@ class Interrupt:
         signal.signal(number, self._before[number])
 
 
-def run_folder(config: Config) -> Path:
-    """Where the run's files go. Raises BadInput where they can't: the folder holds another run, or,
-    for a resume, none, or one that computed something else."""
-    if not config.run.dir:
-        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        return Path("runs") / f"{config.run.name}-{stamp}"
-    folder = Path(config.run.dir)
-    if config.run.resume:
-        check_resume(config, folder)
-    elif any((folder / name).exists() for name in ("config.yaml", "checkpoints")):
-        raise BadInput(
-            f"run.dir: {folder} already holds a run. Give run.resume=true to go on with it, or "
-            "another run.dir."
-        )
-    return folder
-
-
-def check_resume(config: Config, folder: Path) -> None:
-    if not (folder / "config.yaml").exists():
-        raise BadInput(f"run.dir: expected a run to resume in {folder}; it has no config.yaml.")
-    before = load(folder / "config.yaml", []).model_dump()
-    may_change = MAY_CHANGE
-    if config.optimizer.schedule != "constant":
-        # A decay reaches its end at the last step: another number of steps bends it.
-        may_change = MAY_CHANGE - {"loop.steps"}
-    changed = [
-        f"{section}.{key}: the run began with {before[section].get(key)!r}, not {value!r}"
-        for section, settings in config.model_dump().items()
-        for key, value in settings.items()
-        if f"{section}.{key}" not in may_change and before[section].get(key) != value
-    ]
-    if changed:
-        raise ConfigError(changed)
-
-
 def train(config: Config, stream: TextIOBase) -> dict[str, Any]:
     """A whole run; returns what summary.json holds. Progress goes to `stream`."""
-    config = assemble.resolve(config)
+    config = resolve(config)
     hosts.check_same_settings(config)
     # Devices of one kind may differ a little in their memory.
-    sizes = hosts.from_first(lambda: assemble.mesh_sizes(config))
+    sizes = hosts.from_first(lambda: mesh_sizes(config))
     with on_mesh(sizes), Compilation() as compilation:
-        config = assemble.with_mesh(config, sizes)
+        config = with_mesh(config, sizes)
         check_here(config)
         return _train(config, stream, compilation)
 
@@ -144,7 +84,7 @@ def _train(config: Config, stream: TextIOBase, compilation: Compilation) -> dict
     # ---- the parts -------------------------------------------------------------------------
     keys = assemble.random_keys(config)
     task = load_task(config)
-    policy = assemble.load_policy(config, keys.weights)
+    policy = load_policy(config, keys.weights)
     counts = {"eval.final_problems": config.eval.final_problems}
     if config.eval.every:
         counts["eval.problems"] = config.eval.problems
@@ -156,7 +96,7 @@ def _train(config: Config, stream: TextIOBase, compilation: Compilation) -> dict
     heldout = make_evaluation(
         config, policy, task, keys.evaluation, counts, stepper.learner, reward_model
     )
-    if assemble.trains_scorer(config):
+    if trains_scorer(config):
         padding(policy.folder)  # it says before the run that its end would fail
     if stepper.critic is not None:
         padding(stepper.critic.folder)
@@ -246,7 +186,7 @@ def _train(config: Config, stream: TextIOBase, compilation: Compilation) -> dict
             after = record.evaluate(step, stepper.whole(state), preview, final, greedy=greedy)
             weights = hosts.to_first(stepper.whole(state))
             adapters = None if policy.lora is None else hosts.to_first(state.params)
-            scorer = assemble.trains_scorer(config)
+            scorer = trains_scorer(config)
             if hosts.first():
                 write = export_scorer if scorer else export
                 write(folder / "hf", merged(weights), policy.config, source=policy.folder)
@@ -286,15 +226,6 @@ def _train(config: Config, stream: TextIOBase, compilation: Compilation) -> dict
     if hosts.first():
         print(closing(summary, write_report(folder)), file=stream)
     return summary
-
-
-def first_evaluation(folder: Path) -> dict[str, Any] | None:
-    """The evaluation at step 0, as an interrupted run left it."""
-    if not (folder / "metrics.jsonl").exists():
-        return None
-    lines = read_lines(folder / "metrics.jsonl")
-    found = [line for line in lines if line["kind"] == "eval" and line["step"] == 0]
-    return {k: v for k, v in found[-1].items() if k not in RESERVED} if found else None
 
 
 def closing(summary: dict[str, Any], report: Path) -> str:

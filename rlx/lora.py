@@ -9,8 +9,8 @@ from jaxtyping import Key, PyTree
 from model.config import ModelConfig
 from model.device import this_device
 from model.lora import initial, scaled
+from model.parameters import cast
 from model.peft_format import load_adapters
-from model.qwen import cast
 from rlx.settings import Config, LoraSettings
 
 

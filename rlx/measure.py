@@ -4,19 +4,21 @@ import jax
 from jaxtyping import Key
 
 from rlx import assemble
+from rlx.derived import source
 from rlx.evaluate import Evaluation
 from rlx.heldout import Heldout
 from rlx.heldout_text import HeldoutPairs, HeldoutTexts
+from rlx.learner import Learner
+from rlx.policy import Policy
 from rlx.scorers import RewardModel
-from rlx.settings import Config, source
+from rlx.settings import Config
 from rlx.stepper import given_text, with_signals
 from rlx.tasks import Task
-from rlx.update import Learner
 
 
 def make_evaluation(
     config: Config,
-    policy: assemble.Policy,
+    policy: Policy,
     task: Task,
     key: Key[jax.Array, ""],
     counts: dict[str, int],

@@ -12,8 +12,9 @@ from jaxtyping import PyTree
 from model.config import ModelConfig
 from model.errors import BadInput
 from model.sharding import AXES, ParameterAxes, mesh_sizes, shardings
+from rlx.derived import offline, rows, unit
 from rlx.hosts import check_same_data
-from rlx.settings import Config, offline, rows, unit
+from rlx.settings import Config
 
 TRAINED_BYTES = 16
 """A parameter's, its gradient's and its two moments', in float32."""

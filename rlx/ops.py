@@ -11,7 +11,7 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def masked(
-    x: Float[Array, "B #T"], mask: Bool[Array, "B T"], fill: float = 0.0
+    x: Float[Array, " B #T"], mask: Bool[Array, "B T"], fill: float = 0.0
 ) -> Float[Array, "B T"]:
     """`fill` wherever the mask is false, NaN included, in value and in gradient."""
     return jnp.where(mask, x, fill)
@@ -23,20 +23,20 @@ def log_ratio(logprobs: Float[Array, "B T"], base: Float[Array, "B T"]) -> Float
 
 
 def clipped_surrogate(
-    ratio: Float[Array, "B #T"],
-    advantages: Float[Array, "B #T"],
+    ratio: Float[Array, " B #T"],
+    advantages: Float[Array, " B #T"],
     clip_low: float,
     clip_high: float,
-) -> Float[Array, "B #T"]:
+) -> Float[Array, " B #T"]:
     """-min(r A, clip(r, 1 - low, 1 + high) A). https://arxiv.org/abs/1707.06347 (eq. 7)"""
     clipped = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
     return -jnp.minimum(ratio * advantages, clipped * advantages)
 
 
 def clip_metrics(
-    ratio: Float[Array, "B #T"],
-    advantages: Float[Array, "B #T"],
-    mask: Bool[Array, "B #T"],
+    ratio: Float[Array, " B #T"],
+    advantages: Float[Array, " B #T"],
+    mask: Bool[Array, " B #T"],
     clip_low: float,
     clip_high: float,
 ) -> Metrics:
@@ -48,7 +48,7 @@ def clip_metrics(
     return clips | ratio_metrics(ratio, mask)
 
 
-def ratio_metrics(ratio: Float[Array, "B #T"], mask: Bool[Array, "B #T"]) -> Metrics:
+def ratio_metrics(ratio: Float[Array, " B #T"], mask: Bool[Array, " B #T"]) -> Metrics:
     limit = jnp.exp(LOG_RATIO_LIMIT)
     return {
         "ratio/mean": mean(ratio, mask),
@@ -134,7 +134,7 @@ def row_sum(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B
     return jnp.sum(masked(x, mask), axis=1, keepdims=True)
 
 
-def row_average(x: Float[Array, "B #T"], mask: Bool[Array, "B T"]) -> Float[Array, "B 1"]:
+def row_average(x: Float[Array, " B #T"], mask: Bool[Array, "B T"]) -> Float[Array, "B 1"]:
     """Over a row's unmasked tokens; 0 for a row without one."""
     length = jnp.maximum(jnp.sum(mask, axis=1, keepdims=True), 1)
     return row_sum(jnp.broadcast_to(x, mask.shape), mask) / length
@@ -146,13 +146,13 @@ def last_token(mask: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
     return mask & (after == 1)
 
 
-def mean(x: Bool[Array, "B #T"] | Float[Array, "B #T"], mask: Bool[Array, "B #T"]) -> Mean:
+def mean(x: Bool[Array, " B #T"] | Float[Array, " B #T"], mask: Bool[Array, " B #T"]) -> Mean:
     """The mean over unmasked tokens, as a sum and a count."""
     total = jnp.sum(jnp.where(mask, x, 0), dtype=jnp.float32)
     return Mean(total, jnp.sum(mask, dtype=jnp.float32))
 
 
-def deviation(x: Float[Array, "B #T"], mask: Bool[Array, "B #T"]) -> Mean:
+def deviation(x: Float[Array, " B #T"], mask: Bool[Array, " B #T"]) -> Mean:
     """The standard deviation of what is unmasked, weighted by its count. It centres first: the
     mean of squares less the square of the mean would find one among equal values in float32."""
     count = jnp.sum(mask, dtype=jnp.float32)

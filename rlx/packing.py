@@ -10,10 +10,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Bool, Int, PyTree
 
-from model.sharding import apart, constrain, each_shard, split_rows, together
+from model.sharding import apart, batch_shards, constrain, each_shard, split_rows, together
 from model.stream import Places, Shape, lay_out, side_by_side
+from rlx.learner import Learner
+from rlx.types import Batch
 
 FULLER = 8
 """A stream holds at most so many times the rows that fill it at full length."""
@@ -156,3 +158,46 @@ def for_each_stream(
         return jax.lax.cond(jnp.any(places.lengths > 0), use, lambda: total)
 
     return jax.lax.fori_loop(0, jnp.max(packed.count), one, start)
+
+
+def pack_rows(
+    learner: Learner, batch: Batch, weights: PyTree, prompts: Int[Array, " B"] | None
+) -> tuple[Batch, PyTree, Packed, Layout]:
+    """The rows of an update, those of a prompt side by side, and where each lies."""
+    rows, width = batch.mask.shape
+    if prompts is None:
+        prompts = jnp.arange(rows) // learner.samples
+    unit = learner.unit
+    order = jnp.argsort(prompts[::unit], stable=True)
+    order = (order[:, None] * unit + jnp.arange(unit)).reshape(-1)
+    ordered = jax.tree.map(lambda x: x[order], (batch, weights, prompts))
+    batch, weights, prompts = split_rows(ordered)
+    packed, how = pack_text(learner, batch.tokens, batch.positions, batch.mask, prompts, width)
+    return batch, weights, packed, how
+
+
+def pack_text(
+    learner: Learner,
+    tokens: Int[Array, "B S"],
+    positions: Int[Array, "B S"],
+    mask: Bool[Array, "B T"],
+    prompts: Int[Array, " B"],
+    columns: int,
+) -> tuple[Packed, Layout]:
+    """Each part of the batch in streams of its own. `columns`: T, or T + 1 where the state after
+    the last token is asked for too."""
+    shards = batch_shards()
+    rows, micro, width = mask.shape[0] // shards, learner.micro // shards, mask.shape[1]
+    prompt = tokens.shape[1] - width
+    # Rows of one prompt are one group, or, after a shuffle, as many as came into this mini-batch.
+    groups = min(rows, -(-learner.minibatches * mask.shape[0] // learner.samples))
+    if learner.minibatches == 1:
+        groups = min(rows, -(-rows // learner.samples) + (rows % learner.samples > 0))
+    if micro < rows:
+        groups = -(-micro // learner.samples)
+    how = layout(rows, micro, groups, learner.unit, prompt, columns)
+    lengths = jnp.max(jnp.where(mask, jnp.arange(1, width + 1), 0), axis=1)
+    lengths = jnp.where(lengths > 0, lengths + columns - width, 0)
+    prompt_lengths = jnp.sum(positions[:, :prompt] >= 0, axis=1)
+    parts = (apart(x, shards) for x in (tokens, lengths, prompt_lengths, prompts))
+    return each_shard(functools.partial(pack, how), *parts), how

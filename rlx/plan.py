@@ -15,14 +15,16 @@ import jax
 
 from model.device import Device, made_for
 from model.errors import BadInput
-from rlx import assemble
+from model.parameters import parameter_count
 from rlx.cost import Cost, cost
+from rlx.derived import offline, rows
 from rlx.fits import Usage, check_fits, memory_limit, remedy, usage
 from rlx.mesh import Hardware, Sizes, choose, current, layouts, obstacles, on_mesh
 from rlx.plan_programs import Planned, programs
 from rlx.plan_shapes import Places, model_shape
+from rlx.resolve import resolve, with_mesh
 from rlx.roofline import Seconds, beyond, seconds
-from rlx.settings import Config, offline, rows
+from rlx.settings import Config
 from rlx.topology import Topology, abstract_devices
 
 USED = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
@@ -104,7 +106,7 @@ def prepared(config: Config, topology: Topology) -> tuple[Config, tuple[str, ...
             "planned with model.attention=plain, since cuDNN is not here: where rows are in no "
             "stream, a run with its kernel needs less memory"
         )
-    return assemble.resolve(config), tuple(notes)
+    return resolve(config), tuple(notes)
 
 
 class Planner:
@@ -125,7 +127,7 @@ class Planner:
         shapes = [model_shape(config.model.path)[0]]
         if config.reward.source == "model":
             shapes.append(model_shape(config.reward.model, "reward.model")[0])
-        parameters = assemble.parameter_count(shapes[0])
+        parameters = parameter_count(shapes[0])
         return choose(config, shapes, parameters, self.hardware)
 
     @property
@@ -147,7 +149,7 @@ class Planner:
             if self.topology.hosts > 1 and self.topology.chip.platform != "tpu":
                 # A TPU's slice is one network, whatever the hosts.
                 hosts = tuple(d.process_index for d in mesh.devices.flat) if mesh else None
-            planned = programs(assemble.with_mesh(config, sizes), places)
+            planned = programs(with_mesh(config, sizes), places)
             estimates = [self.estimate(p, hosts) for p in planned if not only or p.name in only]
         return Outlook(config, sizes, tuple(estimates))
 

@@ -14,11 +14,14 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from model.lora import beside
-from model.qwen import cast, parameter_axes
+from model.parameters import cast, parameter_axes
 from model.sample import STRIDE, cache_widths
 from rlx import assemble
 from rlx.data import padded_width
+from rlx.derived import needs_critic, offline, rows, unit
 from rlx.frozen import frozen_dtype
+from rlx.learner import Learner
+from rlx.offline import offline_run
 from rlx.plan_shapes import (
     Places,
     abstract_policy,
@@ -27,12 +30,15 @@ from rlx.plan_shapes import (
     model_shape,
     scorer_params,
 )
-from rlx.prepare import Frozen, score_samples
-from rlx.rollout import Prompts, Scores, begin, sample_round
-from rlx.settings import Config, offline, rows, unit
-from rlx.train import PROGRAMS, offline_run, start_memory
+from rlx.policy import Policy
+from rlx.prepare import Frozen, make_signal, score_samples
+from rlx.prompts import Prompts
+from rlx.rollout import Scores, sample_round
+from rlx.rounds import begin
+from rlx.settings import Config
+from rlx.state import start_memory
+from rlx.train import PROGRAMS
 from rlx.types import Batch, Signal, TrainState
-from rlx.update import Learner, make_signal
 from rlx.verify import model_verifier
 
 POOL = 8192
@@ -69,7 +75,7 @@ def programs(config: Config, places: Places) -> list[Planned]:
     """In the order that a step runs them. `config` is resolved for the devices."""
     policy = abstract_policy(config)
     critic = None
-    if assemble.needs_critic(config) and config.critic.kind == "model":
+    if needs_critic(config) and config.critic.kind == "model":
         path = config.critic.path or config.model.path
         critic = dataclasses.replace(
             model_shape(path, "critic.path")[0], num_tokens=policy.config.num_tokens
@@ -90,7 +96,7 @@ def programs(config: Config, places: Places) -> list[Planned]:
 
 
 def _online(
-    config: Config, places: Places, policy: assemble.Policy, learner: Learner, state: TrainState
+    config: Config, places: Places, policy: Policy, learner: Learner, state: TrainState
 ) -> list[Planned]:
     batch, sampling = config.batch, config.sampling
     plan = assemble.make_plan(config, policy, learner, ("score",), True)
@@ -163,9 +169,7 @@ def _online(
     return made
 
 
-def _frozen(
-    config: Config, places: Places, policy: assemble.Policy
-) -> tuple[PyTree | None, PyTree | None]:
+def _frozen(config: Config, places: Places, policy: Policy) -> tuple[PyTree | None, PyTree | None]:
     """What the policy is held to, and what its adapters are beside."""
     axes, base = parameter_axes(policy.config), None
     if policy.base is not None:
@@ -201,7 +205,7 @@ def _decode_trips(config: Config, count: int, slots: int) -> float:
 
 
 def _offline(
-    config: Config, places: Places, policy: assemble.Policy, learner: Learner, state: TrainState
+    config: Config, places: Places, policy: Policy, learner: Learner, state: TrainState
 ) -> list[Planned]:
     sampling, size = config.sampling, unit(config)
     width, columns = padded_width(sampling.max_prompt_tokens), padded_width(sampling.max_new_tokens)

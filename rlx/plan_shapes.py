@@ -14,15 +14,16 @@ from jaxtyping import PyTree
 from model.config import ModelConfig, read_config, read_json
 from model.errors import BadInput
 from model.heads import with_value_head
+from model.parameters import cast, initialise
 from model.product import activations
-from model.qwen import cast, initialise
 from model.shapes import names, published
 from model.sharding import BATCH, ParameterAxes, shardings, without_mesh
 from model.tokenizer import load_tokenizer
-from rlx import assemble
+from rlx.derived import uses_lora
 from rlx.frozen import HOST, frozen_dtype
 from rlx.lora import Lora, adapt
-from rlx.settings import Config, uses_lora
+from rlx.policy import BUNDLED, Policy
+from rlx.settings import Config
 
 
 class Tokens(NamedTuple):
@@ -34,7 +35,7 @@ class Tokens(NamedTuple):
 
 def model_shape(path: str, setting: str = "model.path") -> tuple[ModelConfig, Path | None]:
     """Of a checkpoint's folder, in which `config.json` suffices, or of a published model."""
-    folder = assemble.BUNDLED.get(path, Path(path))
+    folder = BUNDLED.get(path, Path(path))
     if (folder / "config.json").is_file():
         return read_config(folder), folder
     known = published(path) if path else None
@@ -46,7 +47,7 @@ def model_shape(path: str, setting: str = "model.path") -> tuple[ModelConfig, Pa
     return known, None
 
 
-def abstract_policy(config: Config) -> assemble.Policy:
+def abstract_policy(config: Config) -> Policy:
     """`load_policy` without a weight."""
     shape, folder = model_shape(config.model.path)
     tokens = Tokens((shape.vocab_size - 1,), 0)
@@ -63,7 +64,7 @@ def abstract_policy(config: Config) -> assemble.Policy:
         if uses_lora(config):
             params, adapters = jax.eval_shape(lambda x: _adapted(config, shape, x), params)
             adapted = Lora(adapters, 1.0)
-    return assemble.Policy(folder, shape, tokens, params, jnp.dtype(config.model.dtype), adapted)
+    return Policy(folder, shape, tokens, params, jnp.dtype(config.model.dtype), adapted)
 
 
 def _adapted(config: Config, shape: ModelConfig, params: PyTree) -> tuple[PyTree, PyTree]:

@@ -13,11 +13,14 @@ from rlx import ops
 from rlx.advantages import mixed, pair_order, reorder
 from rlx.algorithms import Algorithm
 from rlx.frozen import on_device
+from rlx.learner import Learner
+from rlx.prompts import Prompts
 from rlx.replay import exchange
-from rlx.rollout import Pending, Prompts, Sampling, finish_metrics, whole_rows
+from rlx.rollout import Sampling, whole_rows
+from rlx.rounds import Pending, finish_metrics
+from rlx.scoring import score_completions
 from rlx.shaping import Shaping, shape
 from rlx.types import Batch, Largest, Mean, Memory, Metrics, Rollout, Signal, TrainState
-from rlx.update import Learner, make_signal, score_completions
 
 
 class Frozen(NamedTuple):
@@ -185,6 +188,18 @@ def learn_from(algorithm: Algorithm, rollout: Rollout, mask: Bool[Array, "B T"])
         whole = jnp.repeat(jnp.all(rows, axis=1), algorithm.unit)
         mask = mask & whole[:, None]
     return make_signal(algorithm, *algorithm.advantages(rollout), mask)
+
+
+def make_signal(
+    algorithm: Algorithm,
+    advantages: Float[Array, " B #T"],
+    returns: Float[Array, " B #T"],
+    mask: Bool[Array, "B T"],
+) -> Signal:
+    """What a term learns from: rows that have no part in its loss are masked out."""
+    if algorithm.selects is not None:
+        mask = mask & algorithm.selects(advantages)
+    return Signal(advantages, returns, mask)
 
 
 def corrected(

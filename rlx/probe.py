@@ -14,18 +14,9 @@ from jaxtyping import Array, Float, Int
 
 from model.sample import Samples
 from rlx import ops
-from rlx.rollout import (
-    Draw,
-    Pending,
-    Prompts,
-    Sampling,
-    Scores,
-    count_solved,
-    counted,
-    join,
-    measure,
-    worth,
-)
+from rlx.prompts import Draw, Prompts, count_solved
+from rlx.rollout import Sampling, Scores, join
+from rlx.rounds import Pending, counted, measure, worth
 from rlx.types import Metrics, Rollout
 
 

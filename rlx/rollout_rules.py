@@ -8,7 +8,8 @@ from rlx.advantages import components_normalised
 from rlx.algorithms.record import hyper_parameters
 from rlx.config_problems import Problem, ignored, keys_of
 from rlx.corrections import CORRECTIONS
-from rlx.settings import Config, terms
+from rlx.derived import terms
+from rlx.settings import Config
 from rlx.term_rules import compares, of_rows
 
 

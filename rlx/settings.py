@@ -1,7 +1,6 @@
 """The sections of a configuration: each setting's type, default, unit and range, once.
 
 `task` and `algorithm` have no keys here: signatures.py reads theirs off the chosen row's functions.
-Below the sections: Config, and what is worked out from one.
 """
 
 from collections.abc import Callable
@@ -15,17 +14,7 @@ from rlx.algorithms.critic import value
 from rlx.algorithms.record import hyper_parameters
 from rlx.corrections import CORRECTIONS
 from rlx.optimizer_state import StateDtype
-from rlx.signatures import (
-    AlgorithmSettings,
-    ChosenTerm,
-    Flag,
-    OneTerm,
-    Section,
-    SeveralTerms,
-    TaskSettings,
-    chosen_term,
-    model_of,
-)
+from rlx.signatures import AlgorithmSettings, Flag, OneTerm, Section, TaskSettings, model_of
 
 
 class RunSettings(Section):
@@ -382,51 +371,3 @@ class Config(Section):
     eval: EvalSettings = EvalSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     log: LogSettings = LogSettings()
-
-
-def terms(config: Config) -> tuple[ChosenTerm, ...]:
-    """The losses of the run, one in the short form. The first is its algorithm."""
-    algorithm = config.algorithm
-    sections = algorithm.terms if isinstance(algorithm, SeveralTerms) else (algorithm,)
-    return tuple(map(chosen_term, sections))
-
-
-def source(config: Config) -> str:
-    """What the run learns from: `rollouts`, `pairs` or `texts`."""
-    return terms(config)[0].row.source
-
-
-def uses_lora(config: Config) -> bool:
-    """Whether adapters are trained beside a frozen base."""
-    return bool(config.lora.rank or config.lora.adapter)
-
-
-def offline(config: Config) -> bool:
-    """Whether the algorithm learns from data as it stands, with no text sampled."""
-    return source(config) != "rollouts"
-
-
-def unit(config: Config) -> int:
-    """Rows that stay together when a batch is shuffled and cut: 2 where there are pairs."""
-    return max(term.row.unit for term in terms(config))
-
-
-def rows(config: Config) -> int:
-    """Return the rows of a step, `N * G`; where nothing is sampled, those of N units."""
-    return config.batch.prompts * (unit(config) if offline(config) else config.batch.samples)
-
-
-def old_logprobs(config: Config) -> str:
-    """`rollout.old_logprobs`, `auto` resolved: the current ones where a batch gets one update and
-    nothing else reads them."""
-    if config.rollout.old_logprobs != "auto":
-        return config.rollout.old_logprobs
-    one = config.batch.epochs * config.batch.minibatches == 1
-    rollout = config.rollout
-    read = rollout.replay or rollout.correction != "none" or config.reward.kl != "none"
-    return "current" if one and not read else "recompute"
-
-
-def updates(config: Config) -> int:
-    """Return the optimizer updates of the whole run."""
-    return config.loop.steps * config.batch.epochs * config.batch.minibatches

@@ -15,19 +15,23 @@ from model.lora import beside
 from model.tokenizer import Tokenizer
 from rlx import assemble
 from rlx.data import chat_rows, encode_prompts, preference_pairs, prompt_pool, worked_examples
+from rlx.derived import source
 from rlx.frozen import freeze_reference
+from rlx.learner import Learner
 from rlx.mesh import everywhere
 from rlx.mixture import begin
-from rlx.prepare import Frozen
+from rlx.offline import offline_run
+from rlx.policy import Policy, check_length
+from rlx.prepare import Frozen, make_signal
+from rlx.prompts import Prompts
 from rlx.rewards.host import HostVerifier
-from rlx.rollout import Prompts
 from rlx.scorers import Critic, RewardModel, load_critic
-from rlx.settings import Config, source
+from rlx.settings import Config
+from rlx.state import initial_state
 from rlx.task_loading import make_verifier
 from rlx.tasks import Task
-from rlx.train import fused, initial_state, offline_run, staged
+from rlx.train import fused, staged
 from rlx.types import Batch, TrainState
-from rlx.update import Learner, make_signal
 from rlx.verify import callback_verifier, host_verifier, model_verifier
 
 
@@ -76,7 +80,7 @@ class Stepper(NamedTuple):
 
 def online_stepper(
     config: Config,
-    policy: assemble.Policy,
+    policy: Policy,
     task: Task,
     keys: assemble.Keys,
     reward_model: RewardModel | None,
@@ -92,7 +96,7 @@ def online_stepper(
                 f"rollout.probe: a step draws batch.prompts * batch.samples / rollout.probe = "
                 f"{drawn} prompts, each at most once; the task has {len(encoded)}."
             )
-    assemble.check_length(policy.config, encoded, config.sampling.max_new_tokens)
+    check_length(policy.config, encoded, config.sampling.max_new_tokens)
     pool = everywhere(prompt_pool(encoded, tokenizer.pad_id, keys.order))
     reference = _reference(config, policy)
     critic = load_critic(config, policy)
@@ -102,7 +106,7 @@ def online_stepper(
         ("critic.path", critic and critic.config),
     ):
         if scorer is not None:
-            assemble.check_length(scorer, encoded, config.sampling.max_new_tokens, setting)
+            check_length(scorer, encoded, config.sampling.max_new_tokens, setting)
     verifier, components, verdicts = None, ("score",), False
     if reward_model is None:
         assemble.check_verifier(config, task)
@@ -154,9 +158,7 @@ def online_stepper(
     )
 
 
-def offline_stepper(
-    config: Config, policy: assemble.Policy, task: Task, keys: assemble.Keys
-) -> Stepper:
+def offline_stepper(config: Config, policy: Policy, task: Task, keys: assemble.Keys) -> Stepper:
     """Reads the task's pairs, conversations or worked examples. Raises BadInput where it has none,
     or too few."""
     data, notes = given_text(config, policy, task)
@@ -180,7 +182,7 @@ def offline_stepper(
 
 
 def given_text(
-    config: Config, policy: assemble.Policy, task: Task, *, heldout: bool = False
+    config: Config, policy: Policy, task: Task, *, heldout: bool = False
 ) -> tuple[Batch, tuple[str, ...]]:
     """The text that an off-line run learns from, or is measured on, and what was left out of it.
 
@@ -219,7 +221,7 @@ def given_text(
     return data, notes
 
 
-def _worked(config: Config, policy: assemble.Policy, task: Task) -> tuple[Batch, tuple[str, ...]]:
+def _worked(config: Config, policy: Policy, task: Task) -> tuple[Batch, tuple[str, ...]]:
     task, encoded, left_out = _encoded(config, policy.tokenizer, task)
     data = worked_examples(
         task, encoded, policy.tokenizer, config.run.seed, config.sampling.max_new_tokens
@@ -259,7 +261,7 @@ def with_signals(data: Batch, learner: Learner) -> Batch:
     return data._replace(signals=tuple(signals))
 
 
-def _reference(config: Config, policy: assemble.Policy) -> PyTree | None:
+def _reference(config: Config, policy: Policy) -> PyTree | None:
     """The policy where it began; None where nothing reads it. Beside adapters that are trained it
     is their very base."""
     if not assemble.uses_reference(config):

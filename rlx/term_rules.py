@@ -8,7 +8,8 @@ import jax
 from rlx.algorithms import TERMS
 from rlx.algorithms.record import of_logprobs
 from rlx.config_problems import Problem
-from rlx.settings import Config, terms
+from rlx.derived import terms
+from rlx.settings import Config
 from rlx.signatures import ChosenTerm, abstract_rollout
 from rlx.yaml_text import shown
 

@@ -1,4 +1,4 @@
-"""The step, and the scan over it.
+"""The step of on-line learning, and the scan over it.
 
 A step is one function in two ways to run it. `fused`: whole steps in a `lax.scan` under one jit,
 the verifier behind a callback. `staged`: the same function called from Python, its stages jitted
@@ -14,24 +14,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
 from model.lora import beside
-from model.sharding import mesh_sizes, split_parameters
-from rlx import ops
-from rlx.frozen import on_device
-from rlx.mesh import everywhere
 from rlx.prepare import Frozen, Plan, Preview, Scored, make_batch, prepare, score_samples
 from rlx.probe import choose_probed, complete_probed, rest, wide
-from rlx.rollout import (
-    Pending,
-    Prompts,
-    Sampling,
-    absorb,
-    begin,
-    next_rows,
-    sample_round,
-    sample_rows,
-)
-from rlx.types import Batch, Cursor, Memory, Metrics, Mixture, Moments, Replay, TrainState
-from rlx.update import Learner, score_rows, update
+from rlx.prompts import Prompts
+from rlx.rollout import Sampling, sample_round, sample_rows
+from rlx.rounds import Pending, absorb, begin
+from rlx.state import counters
+from rlx.types import Metrics, TrainState
+from rlx.update import update
 
 
 class Stages(NamedTuple):
@@ -178,45 +168,6 @@ def collect_probed(
     return stages.join(sampling, pool, probed, samples, scores)
 
 
-def offline_step(
-    learner: Learner,
-    state: TrainState,
-    reference: PyTree | None,
-    pool: Prompts,
-    data: Batch,
-    count: int,
-    base: PyTree | None = None,
-) -> tuple[TrainState, Metrics]:
-    """One step on given text: the next `count` units of `data` (rows, or pairs of rows), in the
-    order that `pool` gives, which has a prompt for each unit."""
-    key, shuffle_key = jax.random.split(state.key)
-    draw = next_rows(pool, state.cursor, count)
-    units = draw.rows
-    rows = (units[:, None] * learner.unit + jnp.arange(learner.unit)).reshape(-1)
-    batch = jax.tree.map(lambda x: x[rows], data)
-    if reference is not None:
-        width = batch.mask.shape[1]
-        reference = on_device(reference)
-        scored = score_rows(learner, reference, {}, batch.tokens, batch.positions, width)
-        batch = batch._replace(ref_logprobs=scored.logprobs)
-    state = state._replace(key=key, cursor=draw.cursor)
-    state, metrics = update(learner, state, batch, shuffle_key, base)
-    metrics["tokens"] = ops.scalar_metric(jnp.sum(batch.mask))
-    state = state._replace(step=state.step + 1)
-    return state, metrics | counters(state)
-
-
-def counters(state: TrainState) -> Metrics:
-    """Optimizer updates made and prompts drawn since the beginning: three axes that a step, under
-    refill or skipped updates, is not."""
-    cursor = state.cursor
-    drawn = jnp.sum(cursor.drawn) if isinstance(cursor, Mixture) else cursor
-    return {
-        "updates": ops.scalar_metric(state.updates),
-        "prompts_drawn": ops.scalar_metric(drawn),
-    }
-
-
 def fused(plan: Plan, verify: Callable) -> Callable:
     """(state, frozen, pool, length) -> (state, (metrics [length], last preview)), one program a
     length; the state is donated. `verify` is what `callback_verifier` or `model_verifier` gives."""
@@ -302,56 +253,3 @@ def staged(plan: Plan, verify: Callable, watch: Callable[[str], Any]) -> Callabl
 
 def _as_it_is(results: PyTree) -> PyTree:
     return results
-
-
-def offline_run(learner: Learner, count: int) -> Callable:
-    """(state, reference, pool, data, length, base of adapters) -> (state, metrics [length]); the
-    state is donated."""
-
-    @functools.partial(jax.jit, static_argnames="length", donate_argnums=0)
-    def offline_steps(state, reference, pool, data, length, base=None):
-        return jax.lax.scan(
-            lambda s, _: offline_step(learner, s, reference, pool, data, count, base),
-            state,
-            length=length,
-        )
-
-    return offline_steps
-
-
-def start_memory(kl_beta: float = 0.0, solved: int = 0, replay: Replay | None = None) -> Memory:
-    """`solved` is the size of the pool where prompts can be retired, else 0."""
-    zero = jnp.float32(0)
-    counts = jnp.zeros(solved, jnp.int32) if solved else None
-    return Memory(jnp.float32(kl_beta), Moments(zero, zero, zero), counts, replay)
-
-
-def initial_state(
-    params: PyTree,
-    learner: Learner,
-    key: Key[Array, ""],
-    *,
-    critic: PyTree | None = None,
-    memory: Memory | None = None,
-    cursor: Cursor | int = 0,
-) -> TrainState:
-    """A state that owns every buffer of its own: a step donates it, and a reference that shares
-    arrays with the policy must outlive that."""
-    params, critic = jax.tree.map(jnp.copy, (params, critic or {}))
-    step, updates = jnp.array(0, jnp.int32), jnp.array(0, jnp.int32)
-    if isinstance(cursor, Mixture):
-        cursor = jax.tree.map(jnp.copy, cursor)
-    else:
-        cursor = jnp.array(cursor, jnp.int32)
-    memory = jax.tree.map(jnp.copy, memory or start_memory())
-    rest = everywhere((memory, jnp.copy(key), step, cursor, updates))
-
-    def begin(trained):
-        # A new head has no place yet, and what is restored lies as the first state does.
-        trained = split_parameters(learner.axes, trained)
-        return trained, split_parameters(learner.axes, learner.optimizer.init(trained))
-
-    # What is not there yet needs no more than its place on each device.
-    trained = (params, critic)
-    (params, critic), opt_state = jax.jit(begin)(trained) if mesh_sizes() else begin(trained)
-    return TrainState(params, critic, opt_state, *rest)

@@ -52,9 +52,9 @@ class Rollout(NamedTuple):
 class Signal(NamedTuple):
     """What one term of the loss learns from."""
 
-    advantages: Float[Array, "B #T"]
+    advantages: Float[Array, " B #T"]
     """In preference pairs +1 on the chosen row, -1 on the rejected; +1 on text to be imitated."""
-    returns: Float[Array, "B #T"]
+    returns: Float[Array, " B #T"]
     """What a critic is to predict."""
     mask: Bool[Array, "B T"]
     """Tokens that count for this term; none that the batch's mask leaves out."""

@@ -7,129 +7,33 @@ Rows of samples are packed: a micro-batch is a stream that holds each prompt onc
 (model/stream.py). Given text keeps its rows as they are.
 """
 
-import functools
-from collections.abc import Callable
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+from jaxtyping import Array, Float, Int, Key, PyTree
 
-from model.heads import Outputs, completion_outputs, state_values, stream_outputs
 from model.lora import beside
-from model.qwen import Qwen, parameter_axes
 from model.sharding import (
-    ParameterAxes,
-    apart,
     batch_shards,
     constrain,
-    each_shard,
-    in_row_order,
     micro_batches,
     split_parameters,
     split_rows,
-    together,
     whole,
 )
 from model.stream import Places, Stream
 from rlx import ops, router
-from rlx.algorithms.record import Algorithm, clean, of_scores
-from rlx.packing import Layout, Packed, for_each_stream, layout, pack
-from rlx.types import Batch, Largest, Mean, Metrics, Signal, TrainState
-
-
-class Term(NamedTuple):
-    """One of the losses that share a forward pass and are added up."""
-
-    name: str
-    algorithm: Algorithm
-    """With its hyper-parameters bound."""
-    weight: float = 1.0
-
-
-class Learner(NamedTuple):
-    """What an update needs to know and never changes."""
-
-    model: Qwen
-    critic: Qwen | None
-    """A critic of its own; None where there is none, or a head on the policy's trunk."""
-    terms: tuple[Term, ...]
-    """The first names the run's algorithm; at least one."""
-    optimizer: optax.GradientTransformation
-    """Of (params, critic)."""
-    schedule: Callable[[Int[Array, ""]], Float[Array, ""]]
-    """Optimizer updates made -> learning rate, for the log; the optimizer has its own."""
-    temperature: float
-    minibatches: int
-    epochs: int
-    micro: int
-    """Rows of one forward and backward pass: whole units."""
-    on_policy: bool
-    """The batch gets exactly one update: the old log-probabilities are the current ones."""
-    samples: int = 1
-    """Successive rows that share their prompt."""
-    packing: bool = False
-    """Pack rows into streams, each prompt once; `micro` rows of full length fill one."""
-    router_aux: float = 0.0
-    """Weight of the load-balancing loss of the policy's routers."""
-
-    @property
-    def axes(self) -> ParameterAxes:
-        """Of all that is trained."""
-        of_critic = parameter_axes(self.critic.config) if self.critic else {}
-        return of_critic | parameter_axes(self.model.config)
-
-    @property
-    def unit(self) -> int:
-        """Rows that stay together when a batch is shuffled and cut."""
-        return max(term.algorithm.unit for term in self.terms)
-
-    @property
-    def valued(self) -> int | None:
-        """Which term's advantages read the critic's values."""
-        places = [i for i, term in enumerate(self.terms) if term.algorithm.critic]
-        return places[0] if places else None
-
-    @property
-    def online(self) -> bool:
-        return self.terms[0].algorithm.source == "rollouts"
-
-
-def forward(
-    learner: Learner,
-    params: PyTree,
-    critic: PyTree,
-    tokens: Int[Array, "B S"],
-    positions: Int[Array, "B S"],
-    width: int,
-) -> Outputs:
-    """Policy and critic on the last `width` columns: what the loss and all scoring read."""
-    temperature = learner.temperature
-    outputs = completion_outputs(learner.model, params, tokens, positions, width, temperature)
-    if learner.critic is None:
-        return outputs
-    values = state_values(learner.critic, critic, tokens, positions, width)
-    return outputs._replace(values=values)
-
-
-def forward_stream(
-    learner: Learner, params: PyTree, critic: PyTree, stream: Stream, places: Places, width: int
-) -> Outputs:
-    """`forward` of the rows of a stream; beyond a row's end stands garbage."""
-    where = (stream, places, width)
-    outputs = stream_outputs(learner.model, params, *where, learner.temperature)
-    if learner.critic is None:
-        return outputs
-    values = stream_outputs(learner.critic, critic, *where).values
-    return outputs._replace(values=values)
+from rlx.algorithms.record import clean, of_scores
+from rlx.learner import Learner, forward, forward_stream
+from rlx.packing import for_each_stream, pack_rows
+from rlx.types import Batch, Largest, Mean, Metrics, TrainState
 
 
 def loss(
     learner: Learner,
     trained: tuple[PyTree, PyTree],
     batch: Batch,
-    weights: tuple[Float[Array, "B #T"], ...],
+    weights: tuple[Float[Array, " B #T"], ...],
     placed: tuple[Stream, Places] | None = None,
     base: PyTree | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
@@ -263,49 +167,6 @@ def gradients(
     return grads, value, closed
 
 
-def pack_rows(
-    learner: Learner, batch: Batch, weights: PyTree, prompts: Int[Array, " B"] | None
-) -> tuple[Batch, PyTree, Packed, Layout]:
-    """The rows of an update, those of a prompt side by side, and where each lies."""
-    rows, width = batch.mask.shape
-    if prompts is None:
-        prompts = jnp.arange(rows) // learner.samples
-    unit = learner.unit
-    order = jnp.argsort(prompts[::unit], stable=True)
-    order = (order[:, None] * unit + jnp.arange(unit)).reshape(-1)
-    ordered = jax.tree.map(lambda x: x[order], (batch, weights, prompts))
-    batch, weights, prompts = split_rows(ordered)
-    packed, how = pack_text(learner, batch.tokens, batch.positions, batch.mask, prompts, width)
-    return batch, weights, packed, how
-
-
-def pack_text(
-    learner: Learner,
-    tokens: Int[Array, "B S"],
-    positions: Int[Array, "B S"],
-    mask: Bool[Array, "B T"],
-    prompts: Int[Array, " B"],
-    columns: int,
-) -> tuple[Packed, Layout]:
-    """Each part of the batch in streams of its own. `columns`: T, or T + 1 where the state after
-    the last token is asked for too."""
-    shards = batch_shards()
-    rows, micro, width = mask.shape[0] // shards, learner.micro // shards, mask.shape[1]
-    prompt = tokens.shape[1] - width
-    # Rows of one prompt are one group, or, after a shuffle, as many as came into this mini-batch.
-    groups = min(rows, -(-learner.minibatches * mask.shape[0] // learner.samples))
-    if learner.minibatches == 1:
-        groups = min(rows, -(-rows // learner.samples) + (rows % learner.samples > 0))
-    if micro < rows:
-        groups = -(-micro // learner.samples)
-    how = layout(rows, micro, groups, learner.unit, prompt, columns)
-    lengths = jnp.max(jnp.where(mask, jnp.arange(1, width + 1), 0), axis=1)
-    lengths = jnp.where(lengths > 0, lengths + columns - width, 0)
-    prompt_lengths = jnp.sum(positions[:, :prompt] >= 0, axis=1)
-    parts = (apart(x, shards) for x in (tokens, lengths, prompt_lengths, prompts))
-    return each_shard(functools.partial(pack, how), *parts), how
-
-
 def optimise(
     learner: Learner,
     state: TrainState,
@@ -391,78 +252,3 @@ def update(
     if router.SENT in metrics:
         metrics |= router.load_metrics(metrics.pop(router.SENT).total)
     return state, whole(metrics)
-
-
-def make_signal(
-    algorithm: Algorithm,
-    advantages: Float[Array, "B #T"],
-    returns: Float[Array, "B #T"],
-    mask: Bool[Array, "B T"],
-) -> Signal:
-    """What a term learns from: rows that have no part in its loss are masked out."""
-    if algorithm.selects is not None:
-        mask = mask & algorithm.selects(advantages)
-    return Signal(advantages, returns, mask)
-
-
-def score_rows(
-    learner: Learner,
-    params: PyTree,
-    critic: PyTree,
-    tokens: Int[Array, "B S"],
-    positions: Int[Array, "B S"],
-    width: int,
-) -> Outputs:
-    """`forward` on any number of rows, by micro-batches. What is not read costs nothing in jit."""
-    pieces = jax.tree.map(lambda x: micro_batches(x, learner.micro), (tokens, positions))
-
-    def of_piece(piece):
-        return forward(learner, params, critic, *piece, width)._replace(load=None)
-
-    return jax.tree.map(in_row_order, jax.lax.map(of_piece, pieces))
-
-
-def score_completions(
-    learner: Learner,
-    params: PyTree,
-    critic: PyTree,
-    tokens: Int[Array, "B S"],
-    positions: Int[Array, "B S"],
-    mask: Bool[Array, "B T"],
-) -> Outputs:
-    """`forward` on sampled rows, packed where the learner packs. Outside the mask stands garbage;
-    the values reach one column further than the row does."""
-    rows, width = mask.shape
-    if not learner.packing:
-        return score_rows(learner, params, critic, tokens, positions, width)
-    columns = width + (learner.valued is not None)
-    prompts = jnp.arange(rows) // learner.samples
-    packed, how = pack_text(learner, tokens, positions, mask, prompts, columns)
-
-    def of_stream(stream, places, piece, inside):
-        outputs = forward_stream(learner, params, critic, stream, places, width)
-        return outputs._replace(load=None)
-
-    shards = batch_shards()
-    each = rows // shards
-
-    def put(total, new, first, inside):
-        old = jax.lax.dynamic_slice_in_dim(total, first, how.rows)
-        new = jnp.where(inside[:, None], new, old)
-        return jax.lax.dynamic_update_slice_in_dim(total, new, first, 0)
-
-    def add(total, outputs, first, inside):
-        inside = apart(inside, shards)
-        return jax.tree.map(
-            lambda x, y: each_shard(put, x, apart(y, shards), first, inside), total, outputs
-        )
-
-    def zeros(columns):
-        empty = jnp.zeros((shards, each + how.rows, columns), jnp.float32)
-        return constrain(empty, "batch")
-
-    start = Outputs(zeros(width), zeros(width), zeros(width + 1))
-    outputs = for_each_stream(how, packed, (), of_stream, start, add)
-    if how.single:
-        return outputs
-    return jax.tree.map(lambda x: together(x[:, :each]), outputs)

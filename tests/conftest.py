@@ -22,7 +22,7 @@ import pytest
 from jaxtyping import Array, Int
 
 from model.config import ModelConfig
-from model.qwen import initialise
+from model.parameters import initialise
 
 
 def scattered(shapes, seed):
@@ -144,7 +144,7 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny_nano(tmp_path_factory):
     """The bundled model's tokenizer around a model that compiles in a second."""
-    from rlx.assemble import checkpoint_folder
+    from rlx.policy import checkpoint_folder
 
     folder = tmp_path_factory.mktemp("tiny")
     for file in checkpoint_folder("nano").iterdir():

@@ -12,7 +12,8 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from model.config import read_config
 from model.moe import Kernel, Kernels, balance_loss, mixture
-from model.qwen import Qwen, initialise
+from model.parameters import initialise
+from model.qwen import Qwen
 from model.sample import sample
 from model.sharding import AXES
 

@@ -31,7 +31,7 @@ import run
 from model import kernels
 from model.config import read_config
 from model.load import export
-from model.qwen import initialise
+from model.parameters import initialise
 from model.score_head import export_scorer
 from model.sharding import shardings
 from rlx import assemble
@@ -39,6 +39,8 @@ from rlx.checkpoint import Checkpoints
 from rlx.compilation import Compilation
 from rlx.config import load_training, resolved_yaml
 from rlx.mesh import Sizes, abstract, on_mesh
+from rlx.policy import checkpoint_folder, load_policy
+from rlx.resolve import resolve
 from rlx.stepper import online_stepper
 from rlx.task_loading import load_task
 
@@ -88,7 +90,7 @@ def make_model(folder: Path, *, scorer: bool = False, stops=STOPS, **fields) -> 
     """The bundled model's tokenizer around random weights that are far from uniform."""
     source = folder.with_name(f"{folder.name}-shape")
     source.mkdir(parents=True)
-    for file in assemble.checkpoint_folder("nano").iterdir():
+    for file in checkpoint_folder("nano").iterdir():
         if file.suffix != ".safetensors":
             shutil.copy(file, source)
     config = json.loads((source / "config.json").read_text()) | SHAPE | fields
@@ -158,10 +160,10 @@ def train(recipe: Path, folder: Path, sizes: Sizes) -> dict:
     home = folder / name_of(sizes)
     changes = (*SETTINGS, *settings_of(sizes), "optimizer.clip_norm=0")
     _, _, *given = arguments(recipe, home, *changes)
-    config = assemble.resolve(load_training(recipe, given))
+    config = resolve(load_training(recipe, given))
     with on_mesh(sizes) as mesh, Compilation() as compilation:
         keys = assemble.random_keys(config)
-        policy = assemble.load_policy(config, keys.weights)
+        policy = load_policy(config, keys.weights)
         stepper = online_stepper(config, policy, load_task(config), keys, None)
         state, like = stepper.state, abstract(stepper.state)
         before = jax.device_get(state.params)

@@ -25,10 +25,10 @@ from toy_torch import (  # noqa: E402
 from model.qwen import Qwen  # noqa: E402
 from rlx.algorithms import ALGORITHMS, TERMS  # noqa: E402
 from rlx.ops import k1  # noqa: E402
+from rlx.scoring import score_rows  # noqa: E402
 from rlx.shaping import Shaping, shape  # noqa: E402
-from rlx.train import start_memory  # noqa: E402
+from rlx.state import start_memory  # noqa: E402
 from rlx.types import Rollout, Signal  # noqa: E402
-from rlx.update import score_rows  # noqa: E402
 
 TEMPERATURE = 0.7
 GAMMA, LAM, VALUE_CLIP, KL_BETA = 0.9, 0.8, 0.1, 0.05

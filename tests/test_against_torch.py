@@ -12,9 +12,9 @@ from toy_torch import named, split, torch_policy  # noqa: E402
 
 from rlx.optimizer import make_optimizer, schedule  # noqa: E402
 from rlx.prepare import Frozen, prepare  # noqa: E402
-from rlx.rollout import begin  # noqa: E402
+from rlx.rounds import begin  # noqa: E402
 from rlx.settings import OptimizerSettings  # noqa: E402
-from rlx.train import initial_state  # noqa: E402
+from rlx.state import initial_state  # noqa: E402
 from rlx.update import update  # noqa: E402
 
 PROMPTS, SAMPLES, WIDTH, STEPS, EPOCHS = 2, 4, 5, 3, 2

@@ -31,10 +31,10 @@ from trl.experimental.gmpo import GMPOTrainer  # noqa: E402
 
 from rlx.algorithms import ALGORITHMS, TERMS  # noqa: E402
 from rlx.ops import k1, sequence_mean  # noqa: E402
+from rlx.scoring import score_rows  # noqa: E402
 from rlx.shaping import Shaping, shape  # noqa: E402
-from rlx.train import start_memory  # noqa: E402
+from rlx.state import start_memory  # noqa: E402
 from rlx.types import Rollout, Signal  # noqa: E402
-from rlx.update import score_rows  # noqa: E402
 
 TEMPERATURE = 0.7
 

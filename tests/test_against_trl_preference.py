@@ -38,7 +38,8 @@ from trl import (  # noqa: E402
 )
 
 from rlx.algorithms import ALGORITHMS, TERMS  # noqa: E402
-from rlx.update import make_signal, score_rows  # noqa: E402
+from rlx.prepare import make_signal  # noqa: E402
+from rlx.scoring import score_rows  # noqa: E402
 
 OURS = {
     "dpo": ALGORITHMS["dpo"],

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from rlx.checkpoint import Checkpoints
-from rlx.train import start_memory
+from rlx.state import start_memory
 from rlx.types import TrainState
 
 

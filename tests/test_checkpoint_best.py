@@ -8,7 +8,7 @@ import pytest
 from toy import initial_params, learner
 
 from rlx.checkpoint import Checkpoints
-from rlx.train import initial_state
+from rlx.state import initial_state
 
 
 @pytest.mark.parametrize(("headline", "higher", "best"), [("reward", True, 3), ("nll", False, 2)])

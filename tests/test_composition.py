@@ -18,10 +18,12 @@ from toy import (
     verifier,
 )
 
+import rlx.learner
 from rlx import ops, update
 from rlx.prepare import Frozen, prepare
-from rlx.rollout import begin
-from rlx.train import fused, initial_state
+from rlx.rounds import begin
+from rlx.state import initial_state
+from rlx.train import fused
 from rlx.update import gradients
 from rlx.verify import callback_verifier
 
@@ -122,8 +124,8 @@ def test_all_terms_share_one_forward_pass(monkeypatch):
         passes.append(1)
         return forward(*operands, **named)
 
-    forward = update.completion_outputs
-    monkeypatch.setattr(update, "completion_outputs", counted)
+    forward = rlx.learner.completion_outputs
+    monkeypatch.setattr(rlx.learner, "completion_outputs", counted)
     made, batch = composed(tuple(WEIGHTS.values()), 12), collected()
     weights = tuple(
         t.algorithm.weights(s.mask) for t, s in zip(made.terms, batch.signals, strict=True)

@@ -14,6 +14,7 @@ SPEAKERS = {
     "config_problems.py",
     "config_rules.py",
     "config_text.py",
+    "derived.py",
     "rollout_rules.py",
     "settings.py",
     "signatures.py",

@@ -4,7 +4,7 @@ import pytest
 
 from rlx.algorithms import ALGORITHMS
 from rlx.config import ConfigError, check_training, load, load_training
-from rlx.settings import old_logprobs, rows, updates
+from rlx.derived import old_logprobs, rows, updates
 
 PREFERENCES = [name for name, row in ALGORITHMS.items() if row.source == "pairs"]
 

@@ -10,8 +10,8 @@ from rlx.advantages import ADVANTAGES
 from rlx.algorithms import ALGORITHMS, TERMS
 from rlx.config import ConfigError, load, load_training, resolved_yaml
 from rlx.config_text import formula
+from rlx.derived import offline, rows, source, terms, unit
 from rlx.ops import REDUCTIONS
-from rlx.settings import offline, rows, source, terms, unit
 from rlx.signatures import choices, hyper, reads_values, short_names, term_names
 
 RECIPE = """\

@@ -11,7 +11,8 @@ from rlx.algorithms.critic import value
 from rlx.algorithms.record import hyper_parameters
 from rlx.config import load, load_training, resolved_yaml
 from rlx.config_text import describe, formula
-from rlx.settings import Config, terms
+from rlx.derived import terms
+from rlx.settings import Config
 from rlx.signatures import hyper, short_names
 
 

@@ -22,11 +22,13 @@ from model.sample import Samples
 from rlx import ops
 from rlx.algorithms import ALGORITHMS, TERMS
 from rlx.corrections import CORRECTIONS
+from rlx.learner import Term
 from rlx.prepare import Frozen, corrected, prepare
-from rlx.rollout import Draw, Scores, absorb, begin, empty_rollout
-from rlx.train import initial_state
+from rlx.prompts import Draw
+from rlx.rollout import Scores, empty_rollout
+from rlx.rounds import absorb, begin
+from rlx.state import initial_state
 from rlx.types import Signal
-from rlx.update import Term
 
 NAN = float("nan")
 RATIOS = np.array([[2.0, 0.5, 3.0], [0.5, 0.8, 7.0]])

@@ -14,7 +14,8 @@ import toy
 from toy import quick_compilation  # noqa: F401
 
 from model.errors import BadInput
-from model.qwen import Qwen, initialise
+from model.parameters import initialise
+from model.qwen import Qwen
 from rlx.cost import (
     cost,
     forward_flops,
@@ -22,7 +23,7 @@ from rlx.cost import (
     temporary_bytes,
     update_flops,
 )
-from rlx.train import initial_state
+from rlx.state import initial_state
 from rlx.update import update
 
 X = jnp.ones((64, 32))

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from model.config import read_config
 from model.heads import completion_outputs
-from model.qwen import Qwen, initialise
+from model.parameters import initialise
+from model.qwen import Qwen
 from model.tokenizer import ChatText, Tokenizer, load_tokenizer
 from rlx.algorithms import ALGORITHMS
 from rlx.data import chat_rows, encode_prompts, first_fit, preference_pairs, worked_examples

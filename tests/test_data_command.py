@@ -9,10 +9,10 @@ from toy_run import arguments
 
 import run
 from model.tokenizer import load_tokenizer
-from rlx.assemble import checkpoint_folder
 from rlx.compilation import Compilation
 from rlx.config import load
 from rlx.data_command import inspect
+from rlx.policy import checkpoint_folder
 
 PAIRS = Path(run.__file__).parent / "configs" / "data" / "countdown_pairs.jsonl"
 SHARED = Path(run.__file__).parents[1] / "shared" / "data"

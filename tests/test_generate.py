@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from toy import CONFIG, initial_params, quick_compilation  # noqa: F401
 
 import run
-from rlx.assemble import Policy
 from rlx.compilation import Compilation
 from rlx.generate import Draw, Generator, batches
+from rlx.policy import Policy
 
 SHAPE = dataclasses.replace(CONFIG, max_positions=128)
 KEY = jax.random.key(5)

@@ -11,7 +11,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 import model.chunked_softmax
 from model.heads import completion_outputs, logits, token_logprobs
-from model.qwen import Qwen, head_kernel
+from model.parameters import head_kernel
+from model.qwen import Qwen
 
 B, T, D, V, TOKENS = 3, 7, 5, 29, 25
 

@@ -12,13 +12,14 @@ from toy import CONFIG, PAD, batch, initial_params, learner, movement, pool, qui
 
 from model.errors import BadInput
 from model.heads import completion_outputs, last_scores, with_value_head
-from model.qwen import Qwen, initialise
+from model.parameters import initialise
+from model.qwen import Qwen
 from model.sample import Samples
 from model.tokenizer import load_tokenizer
-from rlx.assemble import Policy, checkpoint_folder
 from rlx.config import load
 from rlx.heldout import Heldout, Scorer
 from rlx.heldout_text import HeldoutPairs, HeldoutTexts
+from rlx.policy import Policy, checkpoint_folder
 from rlx.rewards.score import Score
 from rlx.scorers import RewardModel
 from rlx.tasks import Task

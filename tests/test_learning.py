@@ -19,8 +19,10 @@ from toy import (
 )
 
 from rlx.algorithms import ALGORITHMS, TERMS
+from rlx.offline import offline_run
 from rlx.prepare import Frozen
-from rlx.train import fused, initial_state, offline_run
+from rlx.state import initial_state
+from rlx.train import fused
 from rlx.verify import callback_verifier
 
 STEPS = 30

@@ -22,8 +22,9 @@ from model.errors import BadInput
 from model.heads import completion_outputs, last_scores, logits
 from model.load import export, load_params
 from model.lora import TARGETS, axes, beside, initial, merged, scaled
+from model.parameters import cast, head_kernel, initialise
 from model.peft_format import load_adapters, save_adapters
-from model.qwen import Qwen, cast, head_kernel, initialise
+from model.qwen import Qwen
 from model.sample import sample
 from model.score_head import export_scorer
 from rlx.optimizer import make_optimizer

@@ -16,10 +16,12 @@ import run
 from model.config import read_config
 from model.load import export, load_params
 from model.lora import TARGETS, beside, merged, scaled
+from model.parameters import initialise
 from model.peft_format import load_adapters
-from model.qwen import initialise
 from rlx import assemble
 from rlx.config import ConfigError, load, load_training
+from rlx.policy import load_policy
+from rlx.resolve import resolve
 from rlx.stepper import online_stepper
 from rlx.task_loading import load_task
 
@@ -135,11 +137,11 @@ def test_the_reference_is_no_second_copy(recipe, base):
     changes += ["batch.prompts=4", "batch.samples=4", "algorithm.name=grpo", "algorithm.beta=0.1"]
 
     def alive(*more):
-        config = assemble.resolve(load_training(recipe, [*changes, *more]))
+        config = resolve(load_training(recipe, [*changes, *more]))
         keys = assemble.random_keys(config)
         embedding = (shape.vocab_size, shape.hidden_size)
         before = sum(x.shape == embedding for x in jax.live_arrays())
-        policy = assemble.load_policy(config, keys.weights)
+        policy = load_policy(config, keys.weights)
         stepper = online_stepper(config, policy, load_task(config), keys, None)
         assert assemble.uses_reference(config)
         policy = policy._replace(params=None)

@@ -6,7 +6,6 @@ import pytest
 from toy_run import start
 
 from model.errors import BadInput
-from rlx import assemble
 from rlx.compilation import Compilation
 from rlx.config import ConfigError, load, load_training
 from rlx.mesh import Hardware, Sizes, choose, told
@@ -167,7 +166,7 @@ def test_sizes_whose_product_is_not_the_devices_are_refused(shape, hardware, ove
 
 
 def test_a_run_is_refused_before_anything_is_compiled(recipe, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(assemble, "this_hardware", lambda: Hardware(4))
+    monkeypatch.setattr("rlx.resolve.this_hardware", lambda: Hardware(4))
     with Compilation() as compilation:
         assert start(recipe, tmp_path / "run", "batch.prompts=19", "mesh.data=4") == 2
     assert compilation.programs == 0

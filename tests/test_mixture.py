@@ -18,8 +18,9 @@ from rlx.config import load
 from rlx.mixture import Mix, begin, counted, next_rows, next_tasks
 from rlx.prepare import Frozen
 from rlx.rewards import RowError
+from rlx.state import initial_state
 from rlx.task_loading import load_task
-from rlx.train import fused, initial_state, staged
+from rlx.train import fused, staged
 from rlx.verify import callback_verifier, host_verifier
 
 MIX = Mix(("a", "b"), (4, 2), (3.0, 1.0), (1.0, 3.0), "weights", 0.1, horizon=40)

@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from model.config import (
-    FAMILIES,
-    INERT,
     CheckpointError,
     ModelConfig,
     from_hugging_face,
     read_config,
     to_hugging_face,
 )
+from model.config_fields import FAMILIES, INERT
 
 # As Qwen publishes them.
 QWEN25_05B = {

@@ -15,7 +15,8 @@ from model.attention import rotary_phases
 from model.config import read_config
 from model.heads import logits
 from model.load import export, load_params
-from model.qwen import Qwen, head_kernel, initialise
+from model.parameters import head_kernel, initialise
+from model.qwen import Qwen
 from model.sample import sample
 from model.tokenizer import load_tokenizer
 

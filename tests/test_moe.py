@@ -23,7 +23,8 @@ from model.experts import collect, dispatch, expert_product, lay_out
 from model.heads import logits
 from model.load import export, load_params
 from model.moe import LOADS, balance_loss, route
-from model.qwen import Qwen, head_kernel
+from model.parameters import head_kernel
+from model.qwen import Qwen
 from model.sample import sample
 from rlx.cost import forward_flops, rollout_bytes
 from rlx.router import load_metrics

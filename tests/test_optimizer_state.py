@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from toy import CONFIG, batch, initial_params, learner
 
 from model.heads import completion_outputs
-from model.qwen import Qwen, initialise
+from model.parameters import initialise
+from model.qwen import Qwen
 from rlx import optimizer_state
 from rlx.optimizer import apart, make_optimizer, schedule
 from rlx.optimizer_state import (
@@ -31,7 +32,7 @@ from rlx.optimizer_state import (
     scale_by_adam,
 )
 from rlx.settings import OptimizerSettings
-from rlx.train import initial_state
+from rlx.state import initial_state
 from rlx.update import optimise
 
 WIDE = dataclasses.replace(

@@ -22,9 +22,10 @@ from toy import (
 
 from model.qwen import Qwen
 from rlx.packing import layout, pack
-from rlx.train import initial_state
+from rlx.scoring import score_completions, score_rows
+from rlx.state import initial_state
 from rlx.types import Batch
-from rlx.update import gradients, optimise, score_completions, score_rows, update
+from rlx.update import gradients, optimise, update
 
 PROMPT, WIDTH, SAMPLES = 6, 11, 4
 

@@ -11,6 +11,7 @@ import run
 from model.errors import BadInput
 from rlx.config import load_training
 from rlx.cost import Cost, rollout_bytes
+from rlx.derived import offline
 from rlx.fits import Usage, check_fits, usage
 from rlx.mesh import Sizes
 from rlx.plan import Estimate, Outlook, PartEstimate, Planner, compare, fit, prepared
@@ -18,7 +19,6 @@ from rlx.plan_programs import programs
 from rlx.plan_report import plan, table
 from rlx.plan_shapes import Places, model_shape
 from rlx.roofline import Seconds
-from rlx.settings import offline
 from rlx.topology import parse, plugin_installed
 
 TINY = """

@@ -23,11 +23,13 @@ from toy import (
 from model.qwen import Qwen
 from rlx import ops
 from rlx.advantages import gae, gae_plain, gae_whitened, whiten
+from rlx.learner import forward
 from rlx.prepare import Frozen, critic_metrics, prepare, score_text
-from rlx.rollout import begin, empty_rollout
+from rlx.rollout import empty_rollout
+from rlx.rounds import begin
 from rlx.shaping import Shaping
-from rlx.train import fused, initial_state, staged, start_memory
-from rlx.update import forward
+from rlx.state import initial_state, start_memory
+from rlx.train import fused, staged
 from rlx.verify import callback_verifier, model_verifier
 
 

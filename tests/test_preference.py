@@ -21,9 +21,11 @@ from model.heads import Outputs
 from rlx import ops
 from rlx.algorithms import TERMS
 from rlx.algorithms.record import of_scores
-from rlx.train import initial_state, offline_run
+from rlx.offline import offline_run
+from rlx.scoring import score_rows
+from rlx.state import initial_state
 from rlx.types import Signal
-from rlx.update import gradients, score_rows, update
+from rlx.update import gradients, update
 
 PAIRS = 4
 

@@ -19,19 +19,17 @@ from toy import (
     sampling,
 )
 
+import rlx.prompts
 from model.sample import Samples
 from rlx import ops, probe, rollout
 from rlx.prepare import Frozen
 from rlx.probe import rest, wide
+from rlx.prompts import Draw
 from rlx.replay import empty_replay
-from rlx.rollout import (
-    Draw,
-    Scores,
-    empty_rollout,
-    finish_metrics,
-    sample_rows,
-)
-from rlx.train import fused, initial_state, staged, start_memory
+from rlx.rollout import Scores, empty_rollout, sample_rows
+from rlx.rounds import finish_metrics
+from rlx.state import initial_state, start_memory
+from rlx.train import fused, staged
 from rlx.verify import callback_verifier, host_verifier
 
 NAN = float("nan")
@@ -40,7 +38,7 @@ TWO_OF_FOUR = sampling(prompts=2, samples=4, probe=2)
 DRAW = Draw(jnp.array([4, 0, 5, 2]), jnp.array([3, 3, 4, 4]), jnp.int32(22))
 
 choose_probed = jax.jit(probe.choose_probed, static_argnums=0)
-next_rows = jax.jit(rollout.next_rows, static_argnums=2)
+next_rows = jax.jit(rlx.prompts.next_rows, static_argnums=2)
 complete_probed = jax.jit(probe.complete_probed, static_argnums=0)
 
 

@@ -8,10 +8,12 @@ from toy import quick_compilation  # noqa: F401
 import rlx.stepper
 from model.errors import BadInput
 from model.tokenizer import load_tokenizer
-from rlx.assemble import checkpoint_folder, load_policy, random_keys, resolve
+from rlx.assemble import random_keys
 from rlx.config import load
 from rlx.data import encode_prompts, prompt_pool
 from rlx.heldout import Heldout
+from rlx.policy import checkpoint_folder, load_policy
+from rlx.resolve import resolve
 from rlx.rewards.host import HostVerifier
 from rlx.rewards.score import Score, Span
 from rlx.stepper import online_stepper

@@ -15,13 +15,16 @@ from toy import initial_params, pool, sampling
 import run
 from model.attention import attend, causal_mask, rotary_phases
 from model.heads import logits
+from model.parameters import head_kernel
 from model.quantize import FAINTEST, quantize
-from model.qwen import Block, RMSNorm, head_kernel
+from model.qwen import Block, RMSNorm
 from model.sample import sample
 from rlx import assemble
 from rlx.algorithms import ALGORITHMS
 from rlx.config import load_training
 from rlx.corrections import CORRECTIONS
+from rlx.policy import load_policy
+from rlx.resolve import resolve
 from rlx.rollout import sample_rows
 
 N, G, P, T = 3, 4, 6, 12
@@ -253,8 +256,8 @@ def test_truncated_importance_sampling_takes_the_bias_away(tiny_config, tiny_par
 
 def test_the_settings_reach_the_sampler(tiny_nano):
     given = [f"model.path={tiny_nano}", "model.weights=random", "sampling.weights=int8"]
-    config = assemble.resolve(load_training(None, [*given, "sampling.cache=int8"]))
-    policy = assemble.load_policy(config, jax.random.key(0))
+    config = resolve(load_training(None, [*given, "sampling.cache=int8"]))
+    policy = load_policy(config, jax.random.key(0))
     learner = assemble.make_learner(config, policy)
     made = assemble.make_plan(config, policy, learner, ("answer",), True).sampling
     assert (made.weights, made.cache) == ("int8", "int8")

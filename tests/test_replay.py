@@ -25,11 +25,14 @@ from rlx.advantages import mixed
 from rlx.checkpoint import Checkpoints
 from rlx.prepare import Frozen, prepare
 from rlx.replay import empty_replay
-from rlx.rollout import begin, empty_rollout
+from rlx.rollout import empty_rollout
+from rlx.rounds import begin
+from rlx.scoring import score_rows
 from rlx.shaping import Shaping
-from rlx.train import fused, initial_state, start_memory
+from rlx.state import initial_state, start_memory
+from rlx.train import fused
 from rlx.types import Rollout
-from rlx.update import gradients, score_rows
+from rlx.update import gradients
 from rlx.verify import callback_verifier
 
 NAN = float("nan")

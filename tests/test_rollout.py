@@ -21,26 +21,21 @@ from toy import (
     sampling,
 )
 
+import rlx.prompts
 from model.sample import Samples
 from rlx import ops, rollout
 from rlx.advantages import group_normalised
 from rlx.prepare import Frozen, Scored, prepare
-from rlx.rollout import (
-    Draw,
-    Scores,
-    absorb,
-    begin,
-    count_solved,
-    finish_metrics,
-    join,
-    sample_round,
-)
-from rlx.train import Stages, collect_rounds, initial_state, start_memory, step
+from rlx.prompts import Draw, count_solved
+from rlx.rollout import Scores, join, sample_round
+from rlx.rounds import absorb, begin, finish_metrics
+from rlx.state import initial_state, start_memory
+from rlx.train import Stages, collect_rounds, step
 
 NAN = float("nan")
 
 
-next_rows = jax.jit(rollout.next_rows, static_argnums=2)
+next_rows = jax.jit(rlx.prompts.next_rows, static_argnums=2)
 
 
 def drawn(prompts, cursor, count, times):

@@ -16,7 +16,8 @@ from model.attention import rotary_phases
 from model.config import CheckpointError, from_hugging_face, read_config, to_hugging_face
 from model.heads import logits
 from model.load import export, load_params
-from model.qwen import Qwen, head_kernel
+from model.parameters import head_kernel
+from model.qwen import Qwen
 from model.rope import Llama3, Yarn, frequencies
 from model.sample import sample
 

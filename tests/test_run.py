@@ -18,8 +18,9 @@ import run
 from model.config import read_config
 from model.heads import logits
 from model.load import load_params
-from model.qwen import Qwen, head_kernel
-from rlx.assemble import checkpoint_folder
+from model.parameters import head_kernel
+from model.qwen import Qwen
+from rlx.policy import checkpoint_folder
 
 NANO = checkpoint_folder("nano")
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -13,9 +13,9 @@ import run
 from model.config import read_config
 from model.score_head import load_scorer
 from rlx.algorithms import ALGORITHMS
-from rlx.assemble import resolve
 from rlx.config import load_training
-from rlx.settings import terms
+from rlx.derived import terms
+from rlx.resolve import resolve
 
 CONFIGS = Path(run.__file__).parent / "configs"
 PAIRS = CONFIGS / "data" / "countdown_pairs.jsonl"

@@ -11,7 +11,8 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from model.draw import Filters, draw, keep, likeliest
 from model.heads import completion_outputs, logits
-from model.qwen import Qwen, head_kernel
+from model.parameters import head_kernel
+from model.qwen import Qwen
 from model.sample import sample
 
 N, G, P, T = 3, 8, 6, 12

@@ -6,12 +6,12 @@ import pytest
 from toy import plan, pool
 
 from model.tokenizer import load_tokenizer
-from rlx.assemble import checkpoint_folder
 from rlx.evaluate import Completion
+from rlx.policy import checkpoint_folder
+from rlx.prepare import Preview
 from rlx.rewards.score import Score
 from rlx.rollout import empty_rollout
 from rlx.samples import heldout_samples, training_samples
-from rlx.train import Preview
 
 
 @pytest.fixture(scope="module")

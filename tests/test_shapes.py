@@ -2,8 +2,8 @@
 
 import pytest
 
+from model.parameters import parameter_count
 from model.shapes import names, published
-from rlx.assemble import parameter_count
 
 PARAMETERS = {
     "qwen2.5-0.5b": 494_032_768,

@@ -10,7 +10,7 @@ from toy import quick_compilation, sampling  # noqa: F401
 from rlx import ops
 from rlx.rollout import empty_rollout
 from rlx.shaping import Shaping, adapted, shape
-from rlx.train import start_memory
+from rlx.state import start_memory
 
 NAN = float("nan")
 WIDTH = 5

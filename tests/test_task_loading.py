@@ -4,8 +4,8 @@ import pytest
 
 from model.errors import BadInput
 from model.tokenizer import load_tokenizer
-from rlx.assemble import BUNDLED
 from rlx.config import ConfigError, load, load_training
+from rlx.policy import BUNDLED
 from rlx.rewards.pool import WorkerPool
 from rlx.rewards.score import Score
 from rlx.task_loading import load_task, make_verifier

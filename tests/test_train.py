@@ -17,7 +17,8 @@ from toy import (
 
 from rlx import ops
 from rlx.prepare import Frozen
-from rlx.train import fused, initial_state, staged
+from rlx.state import initial_state
+from rlx.train import fused, staged
 from rlx.verify import callback_verifier, host_verifier
 
 STEPS = 3

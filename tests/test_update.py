@@ -22,9 +22,10 @@ from toy import (
 from rlx import ops
 from rlx.algorithms import ALGORITHMS, TERMS
 from rlx.optimizer import make_optimizer, schedule
+from rlx.scoring import score_rows
 from rlx.settings import OptimizerSettings
-from rlx.train import initial_state
-from rlx.update import gradients, optimise, score_rows, update
+from rlx.state import initial_state
+from rlx.update import gradients, optimise, update
 
 ROWS = 16
 UNIT = {name: row.unit for name, row in (ALGORITHMS | TERMS).items()}

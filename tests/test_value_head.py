@@ -21,7 +21,8 @@ import model
 from model.config import CheckpointError, read_config
 from model.heads import completion_outputs, last_scores, state_values, with_value_head
 from model.load import export, load_params
-from model.qwen import Qwen, cast
+from model.parameters import cast
+from model.qwen import Qwen
 from model.sample import sample
 from model.score_head import export_scorer, load_scorer, padding
 

@@ -9,14 +9,16 @@ import optax
 import pytest
 
 from model.config import ModelConfig
-from model.qwen import Qwen, initialise
+from model.parameters import initialise
+from model.qwen import Qwen
 from rlx.algorithms import ALGORITHMS, TERMS
 from rlx.data import prompt_pool
+from rlx.learner import Learner, Term
 from rlx.prepare import Plan
-from rlx.rollout import Prompts, Sampling
+from rlx.prompts import Prompts
+from rlx.rollout import Sampling
 from rlx.shaping import Shaping
 from rlx.types import Batch, Signal
-from rlx.update import Learner, Term
 
 PAD, STOP, LUCKY = 0, 1, 7
 """Ids with a role: padding, the stop token, and the one that the verifier pays for."""

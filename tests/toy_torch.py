@@ -16,8 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from model.config import to_hugging_face
 from model.tensors import tensors
 from rlx.algorithms import Algorithm
+from rlx.learner import Term
+from rlx.scoring import score_rows
 from rlx.types import Batch, Signal
-from rlx.update import Term, gradients, score_rows
+from rlx.update import gradients
 
 ROWS, WIDTH, PROMPT = 8, 5, 3
 """One shape, so that a module compiles once."""

@@ -19,7 +19,7 @@ def cispo(
     logprobs: Float[Array, "B T"],
     old_logprobs: Float[Array, "B T"],
     ref_logprobs: Float[Array, "B T"],
-    advantages: Float[Array, "B #T"],
+    advantages: Float[Array, " B #T"],
     mask: Bool[Array, "B T"],
     *,
     cap: float = 5.0,

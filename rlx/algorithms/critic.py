@@ -17,7 +17,7 @@ def value(
     values: Float[Array, "B T"],
     old_values: Float[Array, "B T"],
     ref_logprobs: Float[Array, "B T"],
-    returns: Float[Array, "B #T"],
+    returns: Float[Array, " B #T"],
     mask: Bool[Array, "B T"],
     *,
     value_clip: float = 0.2,

@@ -20,7 +20,7 @@ def dapo(
     logprobs: Float[Array, "B T"],
     old_logprobs: Float[Array, "B T"],
     ref_logprobs: Float[Array, "B T"],
-    advantages: Float[Array, "B #T"],
+    advantages: Float[Array, " B #T"],
     mask: Bool[Array, "B T"],
     *,
     clip_low: float = 0.2,

@@ -19,7 +19,7 @@ def kl_k2(
     logprobs: Float[Array, "B T"],
     old_logprobs: Float[Array, "B T"],
     ref_logprobs: Float[Array, "B T"],
-    advantages: Float[Array, "B #T"],
+    advantages: Float[Array, " B #T"],
     mask: Bool[Array, "B T"],
 ) -> tuple[Float[Array, "B T"], Metrics]:
     """d^2 / 2, per token."""
@@ -31,7 +31,7 @@ def kl_k3(
     logprobs: Float[Array, "B T"],
     old_logprobs: Float[Array, "B T"],
     ref_logprobs: Float[Array, "B T"],
-    advantages: Float[Array, "B #T"],
+    advantages: Float[Array, " B #T"],
     mask: Bool[Array, "B T"],
 ) -> tuple[Float[Array, "B T"], Metrics]:
     """exp(d) - d - 1, per token."""
@@ -43,7 +43,7 @@ def kl_r_k3(
     logprobs: Float[Array, "B T"],
     old_logprobs: Float[Array, "B T"],
     ref_logprobs: Float[Array, "B T"],
-    advantages: Float[Array, "B #T"],
+    advantages: Float[Array, " B #T"],
     mask: Bool[Array, "B T"],
 ) -> tuple[Float[Array, "B T"], Metrics]:
     """r (exp(d) - d - 1), per token."""

@@ -27,7 +27,7 @@ from rlx.types import Metrics
 
 
 def pair_difference(
-    rows: Float[Array, "B 1"], advantages: Float[Array, "B #T"]
+    rows: Float[Array, "B 1"], advantages: Float[Array, " B #T"]
 ) -> Float[Array, "B 1"]:
     """The preferred row less the other, on both rows of each pair.
 
@@ -49,7 +49,7 @@ def both_rows(pairs: Float[Array, " pairs"]) -> Float[Array, "B 1"]:
 def preference_metrics(
     implicit: Float[Array, "B 1"],
     beta: float,
-    advantages: Float[Array, "B #T"],
+    advantages: Float[Array, " B #T"],
     mask: Bool[Array, "B T"],
 ) -> Metrics:
     """Of the implicit rewards, beta log pi / pi_ref."""
@@ -67,7 +67,7 @@ def dpo(
     logprobs: Float[Array, "B T"],
     old_logprobs: Float[Array, "B T"],
     ref_logprobs: Float[Array, "B T"],
-    advantages: Float[Array, "B #T"],
+    advantages: Float[Array, " B #T"],
     mask: Bool[Array, "B T"],
     *,
     beta: float = 0.1,
@@ -82,7 +82,7 @@ def dpo_hinge(
     logprobs: Float[Array, "B T"],
     old_logprobs: Float[Array, "B T"],
     ref_logprobs: Float[Array, "B T"],
-    advantages: Float[Array, "B #T"],
+    advantages: Float[Array, " B #T"],
     mask: Bool[Array, "B T"],
     *,
     beta: float = 0.1,
@@ -99,7 +99,7 @@ def dpo_reference_free(
     logprobs: Float[Array, "B T"],
     old_logprobs: Float[Array, "B T"],
     ref_logprobs: Float[Array, "B T"],
-    advantages: Float[Array, "B #T"],
+    advantages: Float[Array, " B #T"],
     mask: Bool[Array, "B T"],
     *,
     beta: float = 0.1,
@@ -114,7 +114,7 @@ def ipo(
     logprobs: Float[Array, "B T"],
     old_logprobs: Float[Array, "B T"],
     ref_logprobs: Float[Array, "B T"],
-    advantages: Float[Array, "B #T"],
+    advantages: Float[Array, " B #T"],
     mask: Bool[Array, "B T"],
     *,
     beta: float = 0.1,
@@ -129,7 +129,7 @@ def ipo_sum(
     logprobs: Float[Array, "B T"],
     old_logprobs: Float[Array, "B T"],
     ref_logprobs: Float[Array, "B T"],
-    advantages: Float[Array, "B #T"],
+    advantages: Float[Array, " B #T"],
     mask: Bool[Array, "B T"],
     *,
     beta: float = 0.1,
@@ -144,7 +144,7 @@ def cdpo(
     logprobs: Float[Array, "B T"],
     old_logprobs: Float[Array, "B T"],
     ref_logprobs: Float[Array, "B T"],
-    advantages: Float[Array, "B #T"],
+    advantages: Float[Array, " B #T"],
     mask: Bool[Array, "B T"],
     *,
     beta: float = 0.1,
@@ -162,7 +162,7 @@ def robust_dpo(
     logprobs: Float[Array, "B T"],
     old_logprobs: Float[Array, "B T"],
     ref_logprobs: Float[Array, "B T"],
-    advantages: Float[Array, "B #T"],
+    advantages: Float[Array, " B #T"],
     mask: Bool[Array, "B T"],
     *,
     beta: float = 0.1,

@@ -16,7 +16,7 @@ def entropy(
     entropy: Float[Array, "B T"],
     old_logprobs: Float[Array, "B T"],
     ref_logprobs: Float[Array, "B T"],
-    advantages: Float[Array, "B #T"],
+    advantages: Float[Array, " B #T"],
     mask: Bool[Array, "B T"],
 ) -> tuple[Float[Array, "B T"], Metrics]:
     """-H of each token's distribution."""

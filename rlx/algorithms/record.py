@@ -22,11 +22,11 @@ def hyper_parameters(function: Callable) -> dict[str, inspect.Parameter]:
 class Inputs(NamedTuple):
     """The positional arguments of a loss. Only the first carries a gradient."""
 
-    logprobs: Float[Array, "B #T"]
-    old_logprobs: Float[Array, "B #T"]
-    ref_logprobs: Float[Array, "B #T"]
-    advantages: Float[Array, "B #T"]
-    mask: Bool[Array, "B #T"]
+    logprobs: Float[Array, " B #T"]
+    old_logprobs: Float[Array, " B #T"]
+    ref_logprobs: Float[Array, " B #T"]
+    advantages: Float[Array, " B #T"]
+    mask: Bool[Array, " B #T"]
 
 
 def of_logprobs(outputs: Outputs, batch: Batch, signal: Signal) -> Inputs:
@@ -122,11 +122,11 @@ class Algorithm(NamedTuple):
 
     def scalar(
         self,
-        logprobs: Float[Array, "B #T"],
-        old_logprobs: Float[Array, "B #T"],
-        ref_logprobs: Float[Array, "B #T"],
-        advantages: Float[Array, "B #T"],
-        mask: Bool[Array, "B #T"],
+        logprobs: Float[Array, " B #T"],
+        old_logprobs: Float[Array, " B #T"],
+        ref_logprobs: Float[Array, " B #T"],
+        advantages: Float[Array, " B #T"],
+        mask: Bool[Array, " B #T"],
         **hyper: Any,
     ) -> Float[Array, ""]:
         """sum(weights * loss). What lies under a false mask may be garbage or NaN."""

@@ -16,7 +16,7 @@ def sft(
     logprobs: Float[Array, "B T"],
     old_logprobs: Float[Array, "B T"],
     ref_logprobs: Float[Array, "B T"],
-    advantages: Float[Array, "B #T"],
+    advantages: Float[Array, " B #T"],
     mask: Bool[Array, "B T"],
 ) -> tuple[Float[Array, "B T"], Metrics]:
     """-log pi of each token."""

@@ -1,0 +1,81 @@
+"""The folder of a run: where it is, whether a run can be resumed in it, and how that one began."""
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+from model.errors import BadInput
+from rlx.config import ConfigError, load
+from rlx.report.metrics import RESERVED, read_lines
+from rlx.settings import Config
+
+MAY_CHANGE = {
+    "run.name",
+    "run.dir",
+    "run.resume",
+    "loop.steps",
+    "loop.max_seconds",
+    "eval.every",
+    "eval.problems",
+    "eval.batch",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "checkpoint.keep_best",
+    "log.samples",
+    "log.tensorboard",
+    # Another mesh, or steps run stage by stage (as on several hosts), round otherwise and compute
+    # the same.
+    "loop.mode",
+    "mesh.data",
+    "mesh.fsdp",
+    "mesh.tensor",
+    "hosts.join",
+    "hosts.coordinator",
+    "hosts.count",
+    "hosts.index",
+}
+"""Settings that a resumed run may have anew. The others decide what is computed or compared."""
+
+
+def run_folder(config: Config) -> Path:
+    """Where the run's files go. Raises BadInput where they can't: the folder holds another run, or,
+    for a resume, none, or one that computed something else."""
+    if not config.run.dir:
+        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        return Path("runs") / f"{config.run.name}-{stamp}"
+    folder = Path(config.run.dir)
+    if config.run.resume:
+        check_resume(config, folder)
+    elif any((folder / name).exists() for name in ("config.yaml", "checkpoints")):
+        raise BadInput(
+            f"run.dir: {folder} already holds a run. Give run.resume=true to go on with it, or "
+            "another run.dir."
+        )
+    return folder
+
+
+def check_resume(config: Config, folder: Path) -> None:
+    if not (folder / "config.yaml").exists():
+        raise BadInput(f"run.dir: expected a run to resume in {folder}; it has no config.yaml.")
+    before = load(folder / "config.yaml", []).model_dump()
+    may_change = MAY_CHANGE
+    if config.optimizer.schedule != "constant":
+        # A decay reaches its end at the last step: another number of steps bends it.
+        may_change = MAY_CHANGE - {"loop.steps"}
+    changed = [
+        f"{section}.{key}: the run began with {before[section].get(key)!r}, not {value!r}"
+        for section, settings in config.model_dump().items()
+        for key, value in settings.items()
+        if f"{section}.{key}" not in may_change and before[section].get(key) != value
+    ]
+    if changed:
+        raise ConfigError(changed)
+
+
+def first_evaluation(folder: Path) -> dict[str, Any] | None:
+    """The evaluation at step 0, as an interrupted run left it."""
+    if not (folder / "metrics.jsonl").exists():
+        return None
+    lines = read_lines(folder / "metrics.jsonl")
+    found = [line for line in lines if line["kind"] == "eval" and line["step"] == 0]
+    return {k: v for k, v in found[-1].items() if k not in RESERVED} if found else None
