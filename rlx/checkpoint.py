@@ -42,6 +42,9 @@ class Checkpoints:
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
                 enable_async_checkpointing=True,
+                # A folder that can't be made is an error at once; in the background it would be
+                # one that orbax' threads wait for, the process with them, for five minutes.
+                async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
             ),
         )
 
