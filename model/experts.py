@@ -9,10 +9,11 @@ The rows of an expert begin a new block; what they leave of their last one is em
 a block have one kernel. No token is dropped, however many go to one expert.
 
 Letters: T tokens, k experts of a token, E experts, D and F sides of a kernel, R rows, n blocks, b
-rows of a block.
+rows of a block, C rows of an expert and round.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -20,12 +21,19 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
+from model.sharding import round_up
+
 NARROWEST_BLOCK, WIDEST_BLOCK = 8, 128
 """Rows. Wider ones are left emptier, narrower ones read each kernel more often."""
 
-SIDE_BY_SIDE = 16
-"""Blocks of one product on a GPU, for each of which it copies a kernel: one alone would leave it
-idle."""
+LEAST_ROUND = 256
+"""Rows of an expert and round, where it may get as many: with fewer a product takes as long as its
+kernel is read (on an H100 a byte is read in the time of 295 FLOPs, and a row has one a byte)."""
+
+
+@jax.tree_util.register_static
+class Fixed(int):
+    """A number that a program is compiled for, among arrays that it is given."""
 
 
 class Layout(NamedTuple):
@@ -36,13 +44,33 @@ class Layout(NamedTuple):
     """The reverse: in which row each pair lies; R where its expert is on another device."""
     sizes: Int[Array, " E"]
     """Rows of each expert, empty ones included: whole blocks."""
+    starts: Int[Array, " E"]
+    """The first row of each expert."""
     owners: Int[Array, " n"]
     """The expert of each block. Blocks behind all experts' are empty, and count as the last's."""
+    usual: Fixed
+    """Rows of a busy expert where the router is even: its share of the pairs, and a block."""
+
+    @property
+    def block(self) -> int:
+        return self.source.shape[0] // self.owners.shape[0]
+
+    @property
+    def largest(self) -> int:
+        """Rows of an expert to which all tokens go."""
+        return round_up(self.place.shape[0], self.block)
+
+    @property
+    def round(self) -> int:
+        """C. With few tokens one round has room for all of an expert's; with many a second one, of
+        which most rows may be empty, should be seldom: an expert's share is less than two fifths
+        of the first until blocks are widest."""
+        return min(self.largest, max(4 * self.block, LEAST_ROUND))
 
 
 def lay_out(experts: Int[Array, "T k"], count: int, parts: int = 1) -> Layout:
-    """Where tokens lie that go to `experts`, of which those from 0 to `count` are here; there are
-    `count * parts` on all devices together."""
+    """Where tokens lie that go to `experts`, a token's all different, of which those from 0 to
+    `count` are here; there are `count * parts` on all devices together."""
     flat = experts.reshape(-1)
     pairs = flat.shape[0]
     block = NARROWEST_BLOCK
@@ -72,7 +100,9 @@ def lay_out(experts: Int[Array, "T k"], count: int, parts: int = 1) -> Layout:
         source=jnp.full(rows, pairs, jnp.int32).at[places].set(order, mode="drop"),
         place=jnp.zeros(pairs, jnp.int32).at[order].set(places).reshape(experts.shape),
         sizes=sizes[:count],
+        starts=starts[:count],
         owners=jnp.minimum(jnp.sum(passed, axis=1, dtype=jnp.int32), count - 1),
+        usual=Fixed(-(-pairs // (count * parts)) + block),
     )
 
 
@@ -124,76 +154,153 @@ def _forward(rows, kernels, layout, dtype):
 
 def _backward(dtype, kept, slope):
     rows, kernels, layout = kept
-    of_rows = _product(slope, jnp.swapaxes(kernels, 1, 2), layout, dtype)
-    of_kernels = _outer_product(rows, slope, layout, kernels.shape[0], dtype)
+    of_rows = _product(slope, kernels, layout, dtype, summed=2)
+    of_kernels = _outer_product(rows, slope, layout, dtype)
     return of_rows.astype(rows.dtype), of_kernels.astype(kernels.dtype), None
 
 
 expert_product.defvjp(_forward, _backward)
 
-_total = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+_total = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-def _product(rows, kernels, layout, dtype):
-    """`jax.lax.ragged_dot` where XLA has a kernel for it. A CPU and a GPU would multiply all rows
-    with all kernels, and keep that in memory: on CPU 3 to 10 times as long."""
+def _product(rows, kernels, layout, dtype, summed=1):
+    """Summed over that axis of the kernels.
+
+    On TPU `jax.lax.ragged_dot`, for which XLA has a kernel. A CPU and a GPU would multiply all rows
+    with all kernels, and keep that in memory: on CPU 3 to 10 times as long as by blocks. A GPU's
+    many cores want many products at once: by rounds.
+    """
     return jax.lax.platform_dependent(
         rows,
         kernels,
         layout,
-        tpu=functools.partial(_ragged, dtype=dtype),
-        cpu=functools.partial(_by_blocks, dtype=dtype, together=1),
-        default=functools.partial(_by_blocks, dtype=dtype, together=SIDE_BY_SIDE),
+        tpu=functools.partial(_ragged, dtype=dtype, summed=summed),
+        cpu=functools.partial(_by_blocks, dtype=dtype, summed=summed),
+        default=functools.partial(_by_rounds, dtype=dtype, summed=summed),
     )
 
 
-def _ragged(rows, kernels, layout, dtype):
-    factors = rows.astype(dtype), kernels.astype(dtype)
+def _outer_product(rows, slope, layout, dtype):
+    """Of each expert's rows, which is the gradient of its kernel. For this `ragged_dot` has no
+    kernel on a TPU either."""
+    return jax.lax.platform_dependent(
+        rows,
+        slope,
+        layout,
+        cpu=functools.partial(_outer_by_blocks, dtype=dtype),
+        default=functools.partial(_outer_by_rounds, dtype=dtype),
+    )
+
+
+def _ragged(rows, kernels, layout, dtype, summed):
+    factors = rows.astype(dtype), jnp.swapaxes(kernels, 1, summed).astype(dtype)
     return jax.lax.ragged_dot(*factors, layout.sizes, preferred_element_type=jnp.float32)
 
 
-def _by_blocks(rows, kernels, layout, dtype, together):
+# ---- by blocks: one at a time --------------------------------------------------------------
+
+
+def _by_blocks(rows, kernels, layout, dtype, summed):
     """Empty blocks cost nothing: on a device with few of the experts they are most."""
-    blocks, width = layout.owners.shape[0], kernels.shape[2]
-    cut = rows.astype(dtype).reshape(blocks, -1, rows.shape[1])
-    block = cut.shape[1]
-    fill = -blocks % together
-    used = jnp.arange(blocks) * block < jnp.sum(layout.sizes)
-    turns = [
-        jnp.pad(x, ((0, fill), *[(0, 0)] * (x.ndim - 1))).reshape(-1, together, *x.shape[1:])
-        for x in (cut, layout.owners, used)
-    ]
+    kernels = jnp.swapaxes(kernels, 1, summed)
+    shape = layout.block, kernels.shape[2]
 
     def turn(_, part):
-        cut, owners, used = part
+        used, owner, cut = part
         # An int8 kernel is cast here, where it is read: not all of them before the loop.
-        product = jax.lax.cond(
-            used[0],
-            lambda: _total(cut, kernels[owners].astype(dtype)),
-            lambda: jnp.zeros((together, block, width), jnp.float32),
+        return None, jax.lax.cond(
+            used,
+            lambda: _total("bd,df->bf", cut, kernels[owner].astype(dtype)),
+            lambda: jnp.zeros(shape, jnp.float32),
         )
-        return None, product
 
-    with jax.named_scope("expert_blocks"):
-        _, products = jax.lax.scan(turn, None, tuple(turns))
-    return products.reshape(-1, width)[: rows.shape[0]]
+    return _scan_blocks(turn, None, layout, rows.astype(dtype))[1].reshape(-1, shape[1])
 
 
-def _outer_product(rows, slope, layout, count, dtype):
-    """Of each expert's rows, which is the gradient of its kernel: block by block, added up where
-    the kernel's gradient lies."""
-    blocks = layout.owners.shape[0]
-    left, right = (x.astype(dtype).reshape(blocks, -1, x.shape[1]) for x in (rows, slope))
-    used = jnp.arange(blocks) * left.shape[1] < jnp.sum(layout.sizes)
+def _outer_by_blocks(rows, slope, layout, dtype):
+    """Added up where the kernel's gradient lies."""
+    shape = rows.shape[1], slope.shape[1]
 
     def turn(total, part):
-        left, right, owner, used = part
-        shape = (left.shape[1], right.shape[1])
+        used, owner, left, right = part
         more = jax.lax.cond(
-            used, lambda: _total(left.T, right), lambda: jnp.zeros(shape, jnp.float32)
+            used,
+            lambda: _total("bd,bf->df", left, right),
+            lambda: jnp.zeros(shape, jnp.float32),
         )
         return total.at[owner].add(more), None
 
-    start = jnp.zeros((count, rows.shape[1], slope.shape[1]), jnp.float32)
-    with jax.named_scope("expert_blocks"):
-        return jax.lax.scan(turn, start, (left, right, layout.owners, used))[0]
+    start = jnp.zeros((*layout.sizes.shape, *shape), jnp.float32)
+    return _scan_blocks(turn, start, layout, rows.astype(dtype), slope.astype(dtype))[0]
+
+
+def _scan_blocks(turn, start, layout, *rows):
+    """`turn` takes whether a block is used, whose it is, and its part of each of `rows`."""
+    blocks, block = layout.owners.shape[0], layout.block
+    used = jnp.arange(blocks) * block < jnp.sum(layout.sizes)
+    cut = (x.reshape(blocks, block, -1) for x in rows)
+    usual = min(blocks, layout.sizes.shape[0] * (layout.usual // block))
+    with jax.named_scope(usual_turns(usual)):
+        return jax.lax.scan(turn, start, (used, layout.owners, *cut))
+
+
+# ---- by rounds: all experts at once --------------------------------------------------------
+
+
+def _by_rounds(rows, kernels, layout, dtype, summed):
+    """Each round reads the kernels once, as they lie."""
+    rows, kernels = rows.astype(dtype), kernels.astype(dtype)
+    width = kernels.shape[3 - summed]
+
+    def turn(number, total):
+        places = _round(layout, number)
+        products = jax.lax.dot_general(
+            _rows_at(rows, places),
+            kernels,
+            (((2,), (summed,)), ((0,), (0,))),
+            preferred_element_type=jnp.float32,
+        )
+        return total.at[places].set(products, mode="drop", unique_indices=True)
+
+    return _in_rounds(turn, jnp.zeros((rows.shape[0], width), jnp.float32), layout)
+
+
+def _outer_by_rounds(rows, slope, layout, dtype):
+    rows, slope = rows.astype(dtype), slope.astype(dtype)
+
+    def turn(number, total):
+        places = _round(layout, number)
+        return total + _total("ecd,ecf->edf", _rows_at(rows, places), _rows_at(slope, places))
+
+    return _in_rounds(turn, 0.0, layout)
+
+
+def _in_rounds(turn: Callable, start: Float[Array, "..."] | float, layout: Layout):
+    """`turn(number, total)` of the first round, and of others while an expert has rows left."""
+    total = turn(0, start)
+    if layout.largest == layout.round:
+        return total
+    rounds = -(-jnp.max(layout.sizes) // layout.round)
+    with jax.named_scope(usual_turns(-(-layout.usual // layout.round) - 1)):
+        return jax.lax.fori_loop(1, rounds, turn, total)
+
+
+def _round(layout: Layout, number: int | Int[Array, ""]) -> Int[Array, "E C"]:
+    """Where each expert's rows of a round are, from 0 on; where it has none, numbers from R on, all
+    different: so a scatter needs no order."""
+    experts, rows = layout.sizes.shape[0], layout.source.shape[0]
+    behind = number * layout.round + jnp.arange(layout.round)
+    outside = rows + jnp.arange(experts * layout.round).reshape(experts, -1)
+    filled = behind < layout.sizes[:, None]
+    return jnp.where(filled, layout.starts[:, None] + behind, outside)
+
+
+def _rows_at(rows, places):
+    return rows.at[places].get(mode="fill", fill_value=0)
+
+
+def usual_turns(count: int) -> str:
+    """The name of a scope around a loop whose turns depend on data: how many are usual, for who
+    reads the compiled program (rlx/cost.py)."""
+    return f"usual_turns_{count}"
