@@ -27,8 +27,8 @@ NARROWEST_BLOCK, WIDEST_BLOCK = 8, 128
 """Rows. Wider ones are left emptier, narrower ones read each kernel more often."""
 
 LEAST_ROUND = 256
-"""Rows of an expert and round, where it may get as many: with fewer a product takes as long as its
-kernel is read (on an H100 a byte is read in the time of 295 FLOPs, and a row has one a byte)."""
+"""Rows of an expert and round. Fewer take no less time: an H100 computes 295 FLOPs while it reads a
+byte, and of a kernel in bfloat16 a row needs one a byte."""
 
 
 @jax.tree_util.register_static
@@ -62,10 +62,8 @@ class Layout(NamedTuple):
 
     @property
     def round(self) -> int:
-        """C. With few tokens one round has room for all of an expert's; with many a second one, of
-        which most rows may be empty, should be seldom: an expert's share is less than two fifths
-        of the first until blocks are widest."""
-        return min(self.largest, max(4 * self.block, LEAST_ROUND))
+        """C: one round suffices where the router is even, or all of an expert's rows are few."""
+        return min(self.largest, round_up(max(self.usual, LEAST_ROUND), self.block))
 
 
 def lay_out(experts: Int[Array, "T k"], count: int, parts: int = 1) -> Layout:
@@ -250,13 +248,13 @@ def _scan_blocks(turn, start, layout, *rows):
 
 def _by_rounds(rows, kernels, layout, dtype, summed):
     """Each round reads the kernels once, as they lie."""
-    rows, kernels = rows.astype(dtype), kernels.astype(dtype)
+    kernels = kernels.astype(dtype)
     width = kernels.shape[3 - summed]
 
     def turn(number, total):
         places = _round(layout, number)
         products = jax.lax.dot_general(
-            _rows_at(rows, places),
+            _rows_at(rows, places, dtype),
             kernels,
             (((2,), (summed,)), ((0,), (0,))),
             preferred_element_type=jnp.float32,
@@ -267,11 +265,10 @@ def _by_rounds(rows, kernels, layout, dtype, summed):
 
 
 def _outer_by_rounds(rows, slope, layout, dtype):
-    rows, slope = rows.astype(dtype), slope.astype(dtype)
-
     def turn(number, total):
         places = _round(layout, number)
-        return total + _total("ecd,ecf->edf", _rows_at(rows, places), _rows_at(slope, places))
+        left, right = (_rows_at(x, places, dtype) for x in (rows, slope))
+        return total + _total("ecd,ecf->edf", left, right)
 
     return _in_rounds(turn, 0.0, layout)
 
@@ -296,8 +293,9 @@ def _round(layout: Layout, number: int | Int[Array, ""]) -> Int[Array, "E C"]:
     return jnp.where(filled, layout.starts[:, None] + behind, outside)
 
 
-def _rows_at(rows, places):
-    return rows.at[places].get(mode="fill", fill_value=0)
+def _rows_at(rows, places, dtype):
+    # Cast only here: most of all rows are empty on a device with few of the experts.
+    return rows.at[places].get(mode="fill", fill_value=0).astype(dtype)
 
 
 def usual_turns(count: int) -> str:
