@@ -176,9 +176,10 @@ def cost(
 ) -> Cost:
     """Of one run of the program that `compiled.as_text()` shows, on each device.
 
-    A loop turns as often as its own scope says is usual (`model.experts.usual_turns`), else as
-    its text proves. For others `trips` gives the number: its keys are parts of the operation's name
-    in the text (`jit(sample)/while`), and the longest that fits counts. Of a conditional the costliest branch counts. `hosts`: on which host each device is.
+    A loop turns as often as its own scope says is usual (`model.experts.usual_turns`), else as its
+    text proves. For others `trips` gives the number: its keys are parts of the operation's name in
+    the text (`jit(sample)/while`), and the longest that fits counts. Of a conditional the costliest
+    branch counts. `hosts`: on which host each device is.
     Raises BadInput that lists the loops without a number.
     """
     module, unknown = parse(text), []
