@@ -251,35 +251,40 @@ def _by_rounds(rows, kernels, layout, dtype, summed):
     kernels = kernels.astype(dtype)
     width = kernels.shape[3 - summed]
 
-    def turn(number, total):
-        places = _round(layout, number)
-        products = jax.lax.dot_general(
+    def products(places):
+        return jax.lax.dot_general(
             _rows_at(rows, places, dtype),
             kernels,
             (((2,), (summed,)), ((0,), (0,))),
             preferred_element_type=jnp.float32,
         )
-        return total.at[places].set(products, mode="drop", unique_indices=True)
 
-    return _in_rounds(turn, jnp.zeros((rows.shape[0], width), jnp.float32), layout)
+    def turn(number, total):
+        places = _round(layout, number)
+        return total.at[places].set(products(places), mode="drop", unique_indices=True)
+
+    # Not set among zeros, which XLA shares between products, and so copies for each.
+    first = products(_round(layout, 0)).reshape(-1, width)
+    total = first.at[_places_in_first(layout)].get(mode="fill", fill_value=0)
+    return _further_rounds(turn, total, layout)
 
 
 def _outer_by_rounds(rows, slope, layout, dtype):
-    def turn(number, total):
+    def products(number):
         places = _round(layout, number)
         left, right = (_rows_at(x, places, dtype) for x in (rows, slope))
-        return total + _total("ecd,ecf->edf", left, right)
+        return _total("ecd,ecf->edf", left, right)
 
-    return _in_rounds(turn, 0.0, layout)
+    return _further_rounds(lambda number, total: total + products(number), products(0), layout)
 
 
-def _in_rounds(turn: Callable, start: Float[Array, "..."] | float, layout: Layout):
-    """`turn(number, total)` of the first round, and of others while an expert has rows left."""
-    total = turn(0, start)
+def _further_rounds(turn: Callable, total: Float[Array, "..."], layout: Layout):
+    """`turn(number, total)` of the rounds behind the first, while an expert has rows left."""
     if layout.largest == layout.round:
         return total
     rounds = -(-jnp.max(layout.sizes) // layout.round)
-    with jax.named_scope(usual_turns(-(-layout.usual // layout.round) - 1)):
+    # The first has room for an even router's.
+    with jax.named_scope(usual_turns(0)):
         return jax.lax.fori_loop(1, rounds, turn, total)
 
 
@@ -291,6 +296,15 @@ def _round(layout: Layout, number: int | Int[Array, ""]) -> Int[Array, "E C"]:
     outside = rows + jnp.arange(experts * layout.round).reshape(experts, -1)
     filled = behind < layout.sizes[:, None]
     return jnp.where(filled, layout.starts[:, None] + behind, outside)
+
+
+def _places_in_first(layout: Layout) -> Int[Array, " R"]:
+    """Where each row is among those of the first round; E * C for one that isn't."""
+    owners = jnp.repeat(layout.owners, layout.block)
+    behind = jnp.arange(owners.shape[0]) - layout.starts[owners]
+    filled = behind < jnp.minimum(layout.sizes, layout.round)[owners]
+    place = owners * layout.round + behind
+    return jnp.where(filled, place, layout.sizes.shape[0] * layout.round)
 
 
 def _rows_at(rows, places, dtype):
