@@ -17,7 +17,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int8
 
 from model.config import ModelConfig
-from model.experts import collect, dispatch, expert_product, lay_out
+from model.expert_products import expert_product
+from model.experts import collect, dispatch, lay_out
 from model.product import product
 from model.sharding import TENSOR, mesh_sizes, partition
 

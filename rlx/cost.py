@@ -165,6 +165,8 @@ NO_WORK = (
     "annotate_device_placement",
 )
 """Targets of custom calls that compute nothing."""
+USUAL = re.compile(r"usual_turns_(\d+)\)*/while$")
+"""Of the loop's own scope, not of one around the loop that it is in."""
 CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
 
 
@@ -176,9 +178,11 @@ def cost(
 ) -> Cost:
     """Of one run of the program that `compiled.as_text()` shows, on each device.
 
-    A loop turns as often as its text proves. For others `trips` gives the number: its keys are
-    parts of the operation's name in the text (`jit(sample)/while`), and the longest that fits
-    counts. Of a conditional the costliest branch counts. `hosts`: on which host each device is.
+    A loop turns as often as its own scope says is usual (`usual_turns` in
+    model/expert_products.py), else as its text proves. For others `trips` gives the number: its
+    keys are parts of the operation's name in the text (`jit(sample)/while`), and the longest that
+    fits counts. Of a conditional the costliest branch counts. `hosts`: on which host each device
+    is.
     Raises BadInput that lists the loops without a number.
     """
     module, unknown = parse(text), []
@@ -204,7 +208,8 @@ def cost(
                 channel = re.search(r"channel_id=(\d+)", line.text)
                 parts.append(Cost(channels={(kind, channel[1] if channel else line.name): sent}))
             if line.opcode == "while":
-                count = turns(module, line)
+                usual = USUAL.search(origin(line))
+                count = int(usual[1]) if usual else turns(module, line)
                 if count is None:
                     fitting = [key for key in trips or {} if key in origin(line)]
                     count = trips[max(fitting, key=len)] if fitting else None

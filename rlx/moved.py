@@ -28,6 +28,8 @@ def instruction_bytes(line: Instruction, computation: Computation) -> int:
         return array_bytes(line.shape, True) + array_bytes(line.shape)
     if line.opcode == "dynamic-update-slice":
         return 2 * array_bytes(operands[1].shape, True)
+    if line.opcode == "scatter":
+        return 2 * _scattered(line, computation) + sum(array_bytes(x.shape) for x in operands[1:])
     if line.opcode.removesuffix("-start") in SLICES:
         # Its shape holds what it slices, whole, before the slice.
         slice_shape = [found[0] for found in ARRAY.finditer(line.shape)][1]
@@ -53,6 +55,8 @@ def _kept(module: Module, inner: Computation) -> Iterator[int]:
         if part.opcode == "dynamic-update-slice":
             given = array_bytes(inner[part.operands[1]].shape, True)
             yield max(0, array_bytes(part.shape) - given)
+        elif part.opcode == "scatter":
+            yield array_bytes(part.shape) - _scattered(part, inner)
         elif part.opcode == "fusion":
             yield from _kept(module, module.computations[attribute(part.text, "calls")])
 
@@ -80,11 +84,25 @@ def _read(
         elif user.opcode == "fusion":
             called = module.computations[attribute(user.text, "calls")]
             read += _read(module, called, _parameter(called, place), (inner, user, outside))
+        elif user.opcode == "scatter" and place == 0:
+            read += _scattered(user, inner) if _combines(module, user) else 0
         elif user.opcode != "dynamic-update-slice" or place:
             read = whole
         if read >= whole:
             return whole
     return min(read, whole)
+
+
+def _scattered(line: Instruction, computation: Computation) -> int:
+    """Bytes of the rows that a scatter changes, where they lie: it reads and writes no others."""
+    updates = array_bytes(computation[line.operands[2]].shape, True)
+    return min(updates, array_bytes(line.shape))
+
+
+def _combines(module: Module, line: Instruction) -> bool:
+    """Whether what a scatter changes is read: not where it is replaced."""
+    combiner = module.computations[attribute(line.text, "to_apply")]
+    return next(x for x in combiner.values() if x.root).opcode != "parameter"
 
 
 def _parameter(called: Computation, place: int) -> Instruction:

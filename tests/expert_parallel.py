@@ -30,9 +30,10 @@ def of_mixture() -> float:
         return jnp.asarray(rng.normal(size=shape), jnp.float32)
 
     kernels = Kernels((Kernel(normal(8, 6, 5)), Kernel(normal(8, 6, 5))), Kernel(normal(8, 5, 6)))
-    experts = jnp.asarray(np.argsort(rng.random((30, 8)), axis=1)[:, :3], jnp.int32)
+    ranks = rng.random((30, 8))
     # Nobody goes to expert 5, everybody to expert 1.
-    experts = jnp.where(experts == 5, 1, experts)
+    ranks[:, 5], ranks[:, 1] = 2, -1
+    experts = jnp.asarray(np.argsort(ranks, axis=1)[:, :3], jnp.int32)
     operands = normal(30, 6), normal(30, 3), kernels
 
     def total(x, weights, kernels, part):

@@ -14,6 +14,7 @@ import toy
 from toy import quick_compilation  # noqa: F401
 
 from model.errors import BadInput
+from model.expert_products import usual_turns
 from model.parameters import initialise
 from model.qwen import Qwen
 from rlx.cost import (
@@ -92,6 +93,73 @@ def test_a_loop_over_data_asks_for_its_turns():
 def test_a_loop_over_data_counts_the_turns_it_is_given():
     found = counted(until, X, SQUARES[0], jnp.int32(7), trips={"while": 3, "until)/while": 7})
     assert found.flops == 7 * PRODUCT, "the longest name that fits decides"
+
+
+def named(function, name):
+    def scoped(*operands):
+        with jax.named_scope(name):
+            return function(*operands)
+
+    return scoped
+
+
+def test_a_loop_counts_the_turns_that_its_own_scope_says_are_usual():
+    said = named(until, usual_turns(4))
+    assert counted(said, X, SQUARES[0], jnp.int32(7)).flops == 4 * PRODUCT
+    # Also where the text proves how many there are at most, and on the way back.
+    assert counted(named(chain, usual_turns(2)), X, SQUARES).flops == 2 * PRODUCT
+    back = jax.grad(lambda x, w: jnp.sum(named(chain, usual_turns(2))(x, w)))
+    assert counted(back, X, SQUARES).flops == 2 * 2 * PRODUCT
+
+
+def test_a_loop_within_one_whose_turns_are_said_counts_its_own():
+    def nested(x, squares):
+        return jax.lax.scan(lambda carry, _: (chain(carry, squares), None), x, length=9)[0]
+
+    assert counted(named(nested, usual_turns(3)), X, SQUARES).flops == 3 * 5 * PRODUCT
+
+
+SCATTER = """HloModule m
+
+%combine (old: f32[], new: f32[]) -> f32[] {{
+  %old = f32[] parameter(0)
+  %new = f32[] parameter(1)
+  ROOT %both = f32[] {combined}
+}}
+
+%fused (a: f32[1000,64], i: s32[10], u: f32[10,64]) -> f32[1000,64] {{
+  %a = f32[1000,64]{{1,0}} parameter(0)
+  %i = s32[10]{{0}} parameter(1)
+  %u = f32[10,64]{{1,0}} parameter(2)
+  ROOT %s = f32[1000,64]{{1,0}} scatter(%a, %i, %u), update_window_dims={{1}}, to_apply=%combine
+}}
+
+ENTRY %main (x: f32[1000,64], j: s32[10], v: f32[10,64]) -> f32[1000,64] {{
+  %x = f32[1000,64]{{1,0}} parameter(0)
+  %j = s32[10]{{0}} parameter(1)
+  %v = f32[10,64]{{1,0}} parameter(2)
+  ROOT %r = f32[1000,64]{{1,0}} {called}
+}}
+"""
+ROWS = 4 * 10 * 64
+
+
+FUSED = "fusion(%x, %j, %v), kind=kInput, calls=%fused"
+ADDED = "add(%old, %new)"
+
+
+@pytest.mark.parametrize(
+    "called", [FUSED, "scatter(%x, %j, %v), update_window_dims={1}, to_apply=%combine"]
+)
+def test_a_scatter_moves_the_rows_that_it_changes_not_the_whole(called):
+    assert cost(SCATTER.format(called=called, combined=ADDED)).bytes == 3 * ROWS + 4 * 10
+
+
+def test_a_scatter_that_replaces_rows_does_not_read_them():
+    text = SCATTER.format(called=FUSED, combined=ADDED)
+    text = text.replace(f"  ROOT %both = f32[] {ADDED}\n", "")
+    replaced = text.replace("%new = f32[] parameter(1)", "ROOT %new = f32[] parameter(1)")
+    assert cost(replaced).bytes == 2 * ROWS + 4 * 10
 
 
 def test_of_a_conditional_the_dearer_branch_counts_and_only_it():

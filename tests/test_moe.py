@@ -19,7 +19,8 @@ from toy_run import lines, start
 from transformers import AutoModelForCausalLM
 
 from model.config import CheckpointError, from_hugging_face, read_config
-from model.experts import collect, dispatch, expert_product, lay_out
+from model.expert_products import expert_product
+from model.experts import collect, dispatch, lay_out
 from model.heads import logits
 from model.load import export, load_params
 from model.moe import LOADS, balance_loss, route
@@ -169,22 +170,38 @@ def test_a_token_of_equal_probabilities_goes_to_the_first_experts():
     np.testing.assert_allclose(routing.weights, [[0.25, 0.25]])
 
 
+@pytest.fixture(params=["blocks", "one round", "rounds"])
+def way(request, monkeypatch):
+    """How products are computed: as on this CPU, or as on a GPU, with the rows of an expert in one
+    round or in several."""
+    if request.param != "blocks":
+
+        def chosen(*operands, default, **_):
+            return default(*operands)
+
+        monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
+        monkeypatch.setattr("model.experts.LEAST_ROUND", 8 if request.param == "rounds" else 256)
+    return request.param
+
+
 @pytest.mark.parametrize("crowded", [False, True])
 @pytest.mark.parametrize("first", [0, 2], ids=["all-here", "some-elsewhere"])
-def test_no_token_is_dropped_and_gradients_are_those_of_plain_products(crowded, first):
-    """A capacity would lose most of what goes to a crowded expert."""
+def test_no_token_is_dropped_and_gradients_are_those_of_plain_products(way, crowded, first):
+    """A capacity would lose most of what goes to a crowded expert, and so would a first round."""
     rng = np.random.default_rng(0)
-    experts = np.argsort(rng.random((90, 6)), axis=1)[:, :2]
+    experts = np.argsort(rng.random((90, 12)), axis=1)[:, :2]
     if crowded:
         experts[:80] = [3, 4]
-    x, kernels = rng.normal(size=(90, 7)), rng.normal(size=(6, 7, 5))
+    x, kernels = rng.normal(size=(90, 7)), rng.normal(size=(12, 7, 5))
     x, kernels = jnp.asarray(x, jnp.float32), jnp.asarray(kernels, jnp.float32)
     here = jnp.asarray((experts >= first) & (experts < first + 4))
     here = here if first else jnp.ones_like(here)
 
     def ours(x, kernels):
         held = kernels[first : first + 4] if first else kernels
-        layout = lay_out(jnp.asarray(experts - first), len(held))
+        layout = lay_out(jnp.asarray(experts - first), len(held), 12 // len(held))
+        # The 80 rows of a crowded expert take four rounds, or one.
+        assert layout.round == (24 if way == "rounds" else 96)
         return collect(expert_product(dispatch(x, layout), held, layout, jnp.float32), layout)
 
     def plain(x, kernels):
@@ -195,6 +212,34 @@ def test_no_token_is_dropped_and_gradients_are_those_of_plain_products(crowded, 
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), found, wanted
         )
+
+
+def test_int8_kernels_are_multiplied_as_they_are(way):
+    rng = np.random.default_rng(1)
+    experts = np.argsort(rng.random((90, 6)), axis=1)[:, :2]
+    experts[:80] = [3, 4]
+    x = jnp.asarray(rng.integers(-8, 8, (90, 7)), jnp.bfloat16)
+    kernels = jnp.asarray(rng.integers(-127, 128, (6, 7, 5)), jnp.int8)
+
+    @jax.jit
+    def ours(x, kernels):
+        layout = lay_out(jnp.asarray(experts), 6)
+        return collect(expert_product(dispatch(x, layout), kernels, layout, jnp.bfloat16), layout)
+
+    # Whole numbers below 2^24: any rounding would show.
+    wanted = np.einsum("td,tkdf->tkf", np.asarray(x, np.float64), np.asarray(kernels)[experts])
+    np.testing.assert_array_equal(ours(x, kernels), wanted)
+
+
+@pytest.mark.parametrize("tokens, experts, parts", [(128, 32, 4), (10240, 32, 4), (4096, 128, 1)])
+def test_an_even_router_needs_one_round_with_few_empty_rows(tokens, experts, parts):
+    """A row a token would be 16 times too many; rounds of 256 would read each kernel 3 times."""
+    chosen = np.argsort(np.random.default_rng(2).random((tokens, experts * parts)), axis=1)[:, :8]
+    layout = lay_out(jnp.asarray(chosen, jnp.int32), experts, parts)
+    assert layout.sizes.max() <= layout.round
+    assert layout.round <= max(1.5 * 8 * tokens / (experts * parts), 256)
+    # Where one expert can't have more, there is no loop.
+    assert (layout.round == layout.largest) == (tokens <= 256)
 
 
 @pytest.fixture(scope="module")

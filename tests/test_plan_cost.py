@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from model.expert_products import expert_product, usual_turns
+from model.experts import lay_out
 from rlx.chips import CHIPS
 from rlx.collectives import Message, replica_groups
 from rlx.cost import Cost, cost
@@ -56,6 +58,11 @@ def until(x, w, end):
     )[1]
 
 
+def usual(x, w, end):
+    with jax.named_scope(usual_turns(4)):
+        return until(x, w, end)
+
+
 def nested(x, squares):
     return jax.lax.fori_loop(0, 3, lambda _, carry: chain(carry, squares), x)
 
@@ -86,6 +93,7 @@ PROGRAMS = {
     "scan": (chain, (of((64, 128)), of((5, 128, 128)))),
     "nested": (nested, (of((64, 128)), of((5, 128, 128)))),
     "until": (until, (of((64, 128)), of((128, 128)), of((), dtype=jnp.int32))),
+    "usual": (usual, (of((64, 128)), of((128, 128)), of((), dtype=jnp.int32))),
     "either": (either, (of((64, 32)), of((32, 48)), of((), dtype=jnp.float32))),
     "gathered": (gradient, (of((5, 512, 512), None, "fsdp"), of((64, 512), "fsdp"))),
     "parts": (
@@ -102,6 +110,7 @@ FLOPS = {
     "scan": 5 * SQUARE,
     "nested": 3 * 5 * SQUARE,
     "until": 7 * SQUARE,
+    "usual": 4 * SQUARE,
     "either": 2 * 48 * (64 * 32 + 32 * 48 + 64 * 48),
 }
 
@@ -153,6 +162,27 @@ def test_bytes_are_about_those_of_operands_and_results(target, name):
     scores = {"attention": 6 * 4 * 2 * 4 * 128 * 128, "large": 0}[name]
     found = cost(compiled(target, name))
     assert 0.95 * least <= found.bytes <= 1.05 * least + scores
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
+def test_each_expert_is_read_once_for_a_few_tokens_on_a_gpu(dtype):
+    """A copy of a kernel for each of its tokens' blocks is three times as much. An int8 kernel that
+    is cast in memory is read, written and read twice as wide."""
+    device = NamedSharding(Mesh(np.array(devices_of("h100:1")), ("all",)), PartitionSpec())
+    operands = [
+        jax.ShapeDtypeStruct(shape, kind, sharding=device)
+        for shape, kind in (((16, 4), jnp.int32), ((176, 1024), jnp.bfloat16))
+    ]
+    kernels = jax.ShapeDtypeStruct((16, 1024, 512), dtype, sharding=device)
+
+    @jax.jit
+    def run(experts, rows, kernels):
+        return expert_product(rows, kernels, lay_out(experts, 16), jnp.bfloat16)
+
+    text = run.lower(*operands, kernels).compile().as_text()
+    assert " while(" not in text and " conditional(" not in text
+    size = kernels.size * kernels.dtype.itemsize
+    assert size < cost(text).bytes < 1.5 * size
 
 
 def program(instruction, operand="f32[8,128]{1,0}"):
