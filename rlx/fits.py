@@ -1,9 +1,6 @@
 """Whether a program fits into a device's memory, and which setting to change where it doesn't."""
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
-
-import jax
 
 from model.errors import BadInput
 from rlx.derived import offline
@@ -47,18 +44,16 @@ def usage(compiled: Any, held: int = 0) -> Usage:
     )
 
 
-def check_fits(config: Config, usages: Mapping[str, Usage], limit: int) -> None:
-    """Raises BadInput that names the program which needs more than `limit` bytes, and the settings
-    that would make it smaller."""
-    worst = max(usages, key=lambda name: usages[name].peak)
-    if usages[worst].peak <= limit:
+def check_fits(config: Config, name: str, part: Usage, limit: int) -> None:
+    """Raises BadInput where the program needs more than `limit` bytes; it names the settings that
+    would make it smaller."""
+    if part.peak <= limit:
         return
-    part = usages[worst]
     raise BadInput(
-        f"The program `{worst}` needs {part.peak / GIB:.2f} GiB of a device's "
+        f"The program `{name}` needs {part.peak / GIB:.2f} GiB of a device's "
         f"{limit / GIB:.2f}: {part.arguments / GIB:.2f} of arguments, "
         f"{part.temporaries / GIB:.2f} of temporaries, {part.beside / GIB:.2f} that the run keeps "
-        f"beside it. {remedy(config, worst, part)}"
+        f"beside it. {remedy(config, name, part)}"
     )
 
 
@@ -84,8 +79,3 @@ def remedy(config: Config, name: str, part: Usage | None) -> str:
             ways.append("set model.remat=block")
     first = ways[0][0].upper() + ways[0][1:]
     return "; or ".join([first, *ways[1:]]) + "."
-
-
-def memory_limit() -> int | None:
-    """Bytes of this process's first device that programs can have; None where it doesn't say."""
-    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")

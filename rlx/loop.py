@@ -28,13 +28,13 @@ from rlx.derived import offline, terms, trains_scorer
 from rlx.evaluate import change_told, nest_greedy
 from rlx.measure import make_evaluation
 from rlx.mesh import Sizes, abstract, on_mesh, this_hardware, told
-from rlx.plan import check_here
 from rlx.policy import load_policy
 from rlx.record import Record
 from rlx.report.html import write_report
 from rlx.report.metrics import MetricsWriter, Unwritten
 from rlx.report.progress import Progress, clock_time
 from rlx.resolve import mesh_sizes, resolve, with_mesh
+from rlx.room import check_state
 from rlx.run_folder import first_evaluation, run_folder
 from rlx.scorers import load_reward_model
 from rlx.settings import Config
@@ -72,7 +72,7 @@ def train(config: Config, stream: TextIOBase) -> dict[str, Any]:
     sizes = hosts.from_first(lambda: mesh_sizes(config))
     with on_mesh(sizes), Compilation() as compilation:
         config = with_mesh(config, sizes)
-        check_here(config)
+        check_state(config)
         return _train(config, stream, compilation)
 
 

@@ -6,20 +6,23 @@ It compiles the programs that `train` would run, for the devices that they would
 what the compiler has made of them. Nothing is executed.
 """
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
+from jax.stages import Lowered
 
 from model.device import Device, made_for
 from model.errors import BadInput
 from model.parameters import parameter_count
 from rlx.cost import Cost, cost
 from rlx.derived import offline, rows
-from rlx.fits import Usage, check_fits, memory_limit, remedy, usage
-from rlx.mesh import Hardware, Sizes, choose, current, layouts, obstacles, on_mesh
+from rlx.fits import Usage, usage
+from rlx.mesh import Hardware, Sizes, choose, layouts, obstacles, on_mesh
 from rlx.plan_programs import Planned, programs
 from rlx.plan_shapes import Places, model_shape
 from rlx.resolve import resolve, with_mesh
@@ -150,15 +153,22 @@ class Planner:
                 # A TPU's slice is one network, whatever the hosts.
                 hosts = tuple(d.process_index for d in mesh.devices.flat) if mesh else None
             planned = programs(with_mesh(config, sizes), places)
-            estimates = [self.estimate(p, hosts) for p in planned if not only or p.name in only]
+            planned = [p for p in planned if not only or p.name in only]
+            # A compiler of a large program uses one core, and a second one the next.
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                waiting = []
+                for p in planned:
+                    self.tell(f"compiling {p.name}")
+                    waiting.append(pool.submit(self.estimate, p, p.lowered(), hosts))
+                    self.compiled += 1
+                estimates = [estimate.result() for estimate in waiting]
         return Outlook(config, sizes, tuple(estimates))
 
-    def estimate(self, planned: Planned, hosts: tuple[int, ...] | None) -> Estimate:
+    def estimate(
+        self, planned: Planned, lowered: Lowered, hosts: tuple[int, ...] | None
+    ) -> Estimate:
         limit = self.topology.memory
         begun = time.monotonic()
-        self.tell(f"compiling {planned.name}")
-        lowered = planned.lowered()
-        self.compiled += 1
         try:
             compiled = lowered.compile()
         except jax.errors.JaxRuntimeError as error:
@@ -184,26 +194,6 @@ class Planner:
             tuple(parts),
             took,
         )
-
-
-def check_here(config: Config) -> None:
-    """Raises BadInput where a program of a staged run, on the mesh that is set, needs more memory
-    than a device of this machine has. Where devices don't tell (a CPU's), nothing is compiled."""
-    limit = memory_limit()
-    if limit is None or (not offline(config) and config.loop.mode == "fused"):
-        return
-    usages = {}
-    for planned in programs(config, Places(current(), jax.devices())):
-        try:
-            usages[planned.name] = usage(planned.lowered().compile(), planned.held)
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            raise BadInput(
-                f"The program `{planned.name}` needs more memory than a device has: "
-                f"{remedy(config, planned.name, None)}"
-            ) from error
-    check_fits(config, usages, limit)
 
 
 def _needed(message: str) -> int | None:

@@ -1,6 +1,7 @@
 """Ways to advance a training state by some steps: on-line, fused or staged, and off-line."""
 
 import contextlib
+import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from rlx.policy import Policy, check_length
 from rlx.prepare import Frozen, make_signal
 from rlx.prompts import Prompts
 from rlx.rewards.host import HostVerifier
+from rlx.room import guard
 from rlx.scorers import Critic, RewardModel, load_critic
 from rlx.settings import Config
 from rlx.state import initial_state
@@ -123,14 +125,14 @@ def online_stepper(
             if reward_model is None
             else model_verifier(reward_model.model, micro)
         )
-        step = fused(plan, verify)
+        step = guard(config, "update", fused(plan, verify))
     else:
         verify = (
             host_verifier(verifier)
             if reward_model is None
-            else jax.jit(model_verifier(reward_model.model, micro))
+            else guard(config, "verify", jax.jit(model_verifier(reward_model.model, micro)))
         )
-        step = staged(plan, verify, stopwatch)
+        step = staged(plan, verify, stopwatch, functools.partial(guard, config))
 
     def run(state, length):
         state, (metrics, preview) = step(state, frozen, pool, length=length)
@@ -167,7 +169,7 @@ def offline_stepper(config: Config, policy: Policy, task: Task, keys: assemble.K
     unit = learner.unit
     count = len(data.mask) // unit
     _check_count(config, count, "preference pairs" if unit == 2 else "texts")
-    step = offline_run(learner, config.batch.prompts)
+    step = guard(config, "update", offline_run(learner, config.batch.prompts))
     data, order = everywhere((data, keys.order))
     pool = Prompts(data.tokens[::unit], data.positions[::unit], order)
     reference, base = _reference(config, policy), policy.base

@@ -201,17 +201,28 @@ def fused(plan: Plan, verify: Callable) -> Callable:
     return fused_steps
 
 
-def staged(plan: Plan, verify: Callable, watch: Callable[[str], Any]) -> Callable:
+def _as_it_is(results: PyTree) -> PyTree:
+    return results
+
+
+def staged(
+    plan: Plan,
+    verify: Callable,
+    watch: Callable[[str], Any],
+    guard: Callable[[str, Callable], Callable] = lambda name, program: program,
+) -> Callable:
     """The same signature as `fused`, stage by stage; `watch(name)` is a context manager around
-    each phase, for its time. `verify` is what `host_verifier` or `model_verifier` gives.
+    each phase, for its time. `verify` is what `host_verifier` or `model_verifier` gives. `guard`
+    gets each program by its name in `Stages`, and gives what is called in its place.
 
     A phase lasts until its results are there, so that the phases add up to the step; but scoring,
     where it runs while the host verifies, is only waited for afterwards. `verify` is then all that
     verifying takes, and `score` what scoring adds to it.
     """
 
-    def timed(program, until=jax.block_until_ready):
-        compiled = program.jitted()
+    def timed(name, until=jax.block_until_ready):
+        program = PROGRAMS[name]
+        compiled = guard(name, program.jitted())
 
         def call(*operands):
             with watch(program.phase):
@@ -233,8 +244,8 @@ def staged(plan: Plan, verify: Callable, watch: Callable[[str], Any]) -> Callabl
         return carry
 
     stages = Stages(
-        **{name: timed(program) for name, program in PROGRAMS.items() if name != "score"},
-        score=timed(PROGRAMS["score"], until=_as_it_is),
+        **{name: timed(name) for name in PROGRAMS if name != "score"},
+        score=timed("score", until=_as_it_is),
         verify=verify_timed,
         wait=wait,
         repeat=repeat,
@@ -249,7 +260,3 @@ def staged(plan: Plan, verify: Callable, watch: Callable[[str], Any]) -> Callabl
         return state, (stacked, preview)
 
     return run
-
-
-def _as_it_is(results: PyTree) -> PyTree:
-    return results

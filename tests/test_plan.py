@@ -144,9 +144,9 @@ def test_no_logits_of_the_whole_vocabulary_are_gathered(shape_only, tmp_path):
     texts = {}
     estimate = made.estimate
 
-    def keep(planned, hosts):
-        texts[planned.name] = planned.lowered().compile().as_text()
-        return estimate(planned, hosts)
+    def keep(planned, lowered, hosts):
+        texts[planned.name] = lowered.compile().as_text()
+        return estimate(planned, lowered, hosts)
 
     made.estimate = keep
     made.outlook(config, made.sizes(config))
@@ -237,14 +237,14 @@ def test_meshes_are_ranked_by_time_and_those_that_do_not_fit_come_last(tiny_reci
 
 def test_a_program_that_needs_too_much_is_refused_by_what_would_make_it_smaller(tiny_recipe):
     config = load_training(tiny_recipe, [])
-    fits, large = Usage(5, 5, 5, 5, 5), Usage(10, 10, 100, 10, 10)
-    check_fits(config, {"sample": fits, "update": large}, 120)
+    large = Usage(10, 10, 100, 10, 10)
+    check_fits(config, "update", large, 120)
     with pytest.raises(BadInput, match=r"`update`.*batch\.micro \(16\).*model\.remat=block"):
-        check_fits(config, {"sample": fits, "update": large}, 119)
+        check_fits(config, "update", large, 119)
     with pytest.raises(BadInput, match=r"`sample`.*sampling\.slots.*sampling\.cache=int8"):
-        check_fits(config, {"sample": large, "update": fits}, 119)
+        check_fits(config, "sample", large, 119)
     with pytest.raises(BadInput, match=r"Raise mesh\.fsdp"):
-        check_fits(config, {"update": Usage(100, 10, 10, 10, 10)}, 119)
+        check_fits(config, "update", Usage(100, 10, 10, 10, 10), 119)
 
 
 def test_the_command_prints_one_json_object(tiny_recipe, capsys, monkeypatch):
