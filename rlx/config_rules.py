@@ -7,7 +7,7 @@ Which terms can be added up: term_rules.py. Where text is sampled: rollout_rules
 from collections.abc import Iterator
 
 from rlx.config_problems import Problem, ignored, is_set, keys_of
-from rlx.derived import offline, rows, source, terms, unit, updates, uses_lora
+from rlx.derived import offline, reads_whole_rows, rows, source, terms, unit, updates, uses_lora
 from rlx.rollout_rules import rollout_problems
 from rlx.settings import Config
 from rlx.term_rules import term_problems
@@ -21,6 +21,7 @@ def training_problems(config: Config) -> Iterator[Problem]:
         yield problem._replace(keys=(*problem.keys, "algorithm"))
     yield from _lora(config)
     yield from _frozen(config)
+    yield from _attention(config)
     yield from _optimizer(config)
     yield from _loop(config)
     yield from _evaluation(config)
@@ -92,6 +93,12 @@ def _lora(config: Config) -> Iterator[Problem]:
         yield Problem(
             ("lora.targets",), f"expected each projection once; came {', '.join(targets)}"
         )
+
+
+def _attention(config: Config) -> Iterator[Problem]:
+    if not reads_whole_rows(config):
+        because = "sampled rows lie in streams, which have an attention of their own"
+        yield from ignored(config, ["model.attention"], because, "algorithm", "reward.source")
 
 
 def _frozen(config: Config) -> Iterator[Problem]:

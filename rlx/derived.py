@@ -61,3 +61,8 @@ def trains_scorer(config: Config) -> bool:
 def needs_critic(config: Config) -> bool:
     """Whether a loss's advantages read the values of a critic."""
     return not offline(config) and any(term.row.critic for term in terms(config))
+
+
+def reads_whole_rows(config: Config) -> bool:
+    """Whether a network is given rows that lie in no stream, to which a fused kernel can attend."""
+    return offline(config) or config.reward.source == "model"

@@ -20,12 +20,12 @@ from model.device import Device, made_for
 from model.errors import BadInput
 from model.parameters import parameter_count
 from rlx.cost import Cost, cost
-from rlx.derived import offline, rows
+from rlx.derived import offline, reads_whole_rows, rows
 from rlx.fits import Usage, usage
 from rlx.mesh import Hardware, Sizes, choose, layouts, obstacles, on_mesh
 from rlx.plan_programs import Planned, programs
 from rlx.plan_shapes import Places, model_shape
-from rlx.resolve import resolve, with_mesh
+from rlx.resolve import SMALL_PARAMETERS, resolve, with_mesh
 from rlx.roofline import Seconds, beyond, seconds
 from rlx.settings import Config
 from rlx.topology import Topology, abstract_devices
@@ -89,7 +89,8 @@ def prepared(config: Config, topology: Topology) -> tuple[Config, tuple[str, ...
     """The configuration as it would be resolved on those devices, and what a person should know."""
     notes = []
     if not offline(config):
-        if config.loop.mode != "staged":
+        small = parameter_count(model_shape(config.model.path)[0]) <= SMALL_PARAMETERS
+        if config.loop.mode == "fused" or (config.loop.mode == "auto" and small):
             notes.append(
                 "planned stage by stage; with loop.mode=fused a step is one program, which needs "
                 "no less memory than the largest of these"
@@ -105,10 +106,11 @@ def prepared(config: Config, topology: Topology) -> tuple[Config, tuple[str, ...
         # The compiler asks for the library, which is only there where a GPU is.
         plain = config.model.model_copy(update={"attention": "plain"})
         config = config.model_copy(update={"model": plain})
-        notes.append(
-            "planned with model.attention=plain, since cuDNN is not here: where rows are in no "
-            "stream, a run with its kernel needs less memory"
-        )
+        if reads_whole_rows(config):
+            notes.append(
+                "planned with model.attention=plain, since cuDNN is not here: a run with its "
+                "kernel needs less memory"
+            )
     return resolve(config), tuple(notes)
 
 
