@@ -21,7 +21,7 @@ from rlx import ops
 from rlx.algorithms import TERMS
 from rlx.algorithms.record import hyper_parameters
 from rlx.corrections import CORRECTIONS
-from rlx.derived import needs_critic, offline, rows, terms, trains_scorer, updates
+from rlx.derived import in_streams, needs_critic, offline, rows, terms, trains_scorer, updates
 from rlx.learner import Learner, Term
 from rlx.mixture import Mix
 from rlx.optimizer import apart, make_optimizer, schedule
@@ -181,7 +181,7 @@ def make_learner(config: Config, policy: Policy, critic: ModelConfig | None = No
         micro=config.batch.micro or minibatch,
         on_policy=config.rollout.old_logprobs == "current" and not offline(config),
         samples=1 if offline(config) else config.batch.samples,
-        packing=not offline(config) and config.batch.packing is not False,
+        packing=in_streams(config),
         router_aux=config.model.router_aux,
     )
 

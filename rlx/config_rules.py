@@ -98,7 +98,8 @@ def _lora(config: Config) -> Iterator[Problem]:
 def _attention(config: Config) -> Iterator[Problem]:
     if not reads_whole_rows(config):
         because = "sampled rows lie in streams, which have an attention of their own"
-        yield from ignored(config, ["model.attention"], because, "algorithm", "reward.source")
+        causes = ("algorithm", "batch.packing", "reward.source")
+        yield from ignored(config, ["model.attention"], because, *causes)
 
 
 def _frozen(config: Config) -> Iterator[Problem]:

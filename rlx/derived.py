@@ -63,6 +63,11 @@ def needs_critic(config: Config) -> bool:
     return not offline(config) and any(term.row.critic for term in terms(config))
 
 
+def in_streams(config: Config) -> bool:
+    """Whether sampled rows lie in streams, each prompt once and without padding."""
+    return not offline(config) and config.batch.packing is not False
+
+
 def reads_whole_rows(config: Config) -> bool:
     """Whether a network is given rows that lie in no stream, to which a fused kernel can attend."""
-    return offline(config) or config.reward.source == "model"
+    return not in_streams(config) or config.reward.source == "model"

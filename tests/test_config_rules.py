@@ -144,6 +144,7 @@ def test_a_setting_without_its_cause_is_refused(path, value, cause):
 def test_a_kernel_of_whole_rows_is_asked_for_only_where_rows_are_whole():
     assert "model.attention: expected unset" in refusal("model.attention=tpu")
     load_training(None, ["model.attention=auto"])
+    load_training(None, ["model.attention=tpu", "batch.packing=false"])
     load_training(None, ["model.attention=tpu", "reward.source=model", "reward.model=x"])
 
 
