@@ -17,6 +17,7 @@ from rlx.rewards.sql_text import Stopped
 
 SECONDS = 0.3
 """A query may take."""
+PATIENT_SECONDS = 2.0
 LONGEST_SECONDS = 3.0
 """Until the verdict is there, on a busy machine."""
 
@@ -40,10 +41,10 @@ def database(tmp_path, monkeypatch) -> str:
     return str(path)
 
 
-def judged(database: str, query: str):
+def judged(database: str, query: str, seconds: float = SECONDS):
     row = {"query": "SELECT count(*) FROM singer", "database": database}
     start = time.monotonic()
-    verdict = score(f"<answer>{query}</answer>", row, query_seconds=SECONDS)
+    verdict = score(f"<answer>{query}</answer>", row, query_seconds=seconds)
     assert time.monotonic() - start < LONGEST_SECONDS, query
     return verdict
 
@@ -192,7 +193,8 @@ def test_an_honest_query_is_let_through(database, query):
     ],
 )  # fmt: skip
 def test_a_costly_query_is_stopped_in_time_and_keeps_its_stages(database, query, reason):
-    verdict = judged(database, query)
+    # Only where the clock is to stop it may a slow machine's clock do so.
+    verdict = judged(database, query, SECONDS if reason == " s" else PATIENT_SECONDS)
     assert reason in verdict.reason
     assert verdict.components["execution"] == 0
     assert 0 <= verdict.reward <= 0.2 + 1e-9
