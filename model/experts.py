@@ -80,7 +80,7 @@ def lay_out(experts: Int[Array, "T k"], count: int, parts: int = 1) -> Layout:
     numbers = jnp.arange(count + 1)
     number = jnp.where((flat >= 0) & (flat < count), flat, count)
     taken = jnp.sum(number[:, None] == numbers, axis=0, dtype=jnp.int32)
-    sizes = -(-taken // block) * block
+    sizes = round_up(taken, block)
     before = numbers[:, None] < numbers
     starts, starts_of_taken = (
         jnp.sum(jnp.where(before, x[:, None], 0), axis=0) for x in (sizes, taken)

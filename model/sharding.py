@@ -52,7 +52,7 @@ def mesh_sizes() -> dict[str, int]:
     return {} if mesh.empty or mesh.manual_axes else dict(mesh.shape)
 
 
-def round_up(count: int, multiple: int) -> int:
+def round_up(count: int | Int[Array, "..."], multiple: int) -> int | Int[Array, "..."]:
     return -(-count // multiple) * multiple
 
 

@@ -12,7 +12,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, PyTree
 
-from model.sharding import apart, batch_shards, constrain, each_shard, split_rows, together
+from model.sharding import (
+    apart,
+    batch_shards,
+    constrain,
+    each_shard,
+    round_up,
+    split_rows,
+    together,
+)
 from model.stream import Places, Shape, lay_out, side_by_side
 from rlx.learner import Learner
 from rlx.types import Batch
@@ -55,13 +63,9 @@ def layout(batch_rows: int, micro: int, prompts: int, unit: int, prompt: int, ro
     # In a single stream there is room for each row to begin with a block: so all fit in. The rows
     # of a larger unit do so in any stream, and a stream may be of one unit.
     by_block = single or unit > 1
-    tokens = micro * _whole(row, block) if by_block else _whole(micro * row, block)
-    tokens += prompts * _whole(max(prompt - 1, 1), block)
+    tokens = micro * round_up(row, block) if by_block else round_up(micro * row, block)
+    tokens += prompts * round_up(max(prompt - 1, 1), block)
     return Layout(Shape(tokens, block, prompt, row), rows, unit, single)
-
-
-def _whole(length, block):
-    return -(-length // block) * block
 
 
 def pack(
@@ -76,16 +80,16 @@ def pack(
     widest = (layout.shape.reach + 1) * block
     by_unit = lengths.reshape(-1, unit)
     # The rows of a larger unit all begin with a block, so that they fit in like one.
-    inside = by_unit if unit == 1 else _whole(by_unit, block)
+    inside = by_unit if unit == 1 else round_up(by_unit, block)
 
     def place(carry, of_unit):
         stream, left, right, held, before = carry
         length, prompt_length, prompt = of_unit
-        slot = _whole(prompt_length - 1, block)
+        slot = round_up(prompt_length - 1, block)
         other = (prompt != before) & (length > 0)
         # A row that would lie in more blocks than the longest has to begins with a block, too.
         beyond = left % block + length > widest
-        start = jnp.where(other | beyond | (unit > 1), _whole(left, block), left)
+        start = jnp.where(other | beyond | (unit > 1), round_up(left, block), left)
         taken = jnp.where(other, right + slot, right)
         full = (start + length + taken > size) | (held + unit > layout.rows)
         start = jnp.where(full, 0, start)

@@ -18,6 +18,7 @@ from rlx.rewards.sql_text import Stopped
 SECONDS = 0.3
 """A query may take."""
 PATIENT_SECONDS = 2.0
+"""Where something else than the clock is to stop it."""
 LONGEST_SECONDS = 3.0
 """Until the verdict is there, on a busy machine."""
 
@@ -193,7 +194,6 @@ def test_an_honest_query_is_let_through(database, query):
     ],
 )  # fmt: skip
 def test_a_costly_query_is_stopped_in_time_and_keeps_its_stages(database, query, reason):
-    # Only where the clock is to stop it may a slow machine's clock do so.
     verdict = judged(database, query, SECONDS if reason == " s" else PATIENT_SECONDS)
     assert reason in verdict.reason
     assert verdict.components["execution"] == 0
