@@ -65,6 +65,14 @@ def tiny_params(tiny_config):
     return scattered(shapes, seed=1)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def own_programs():
+    """A file's compiled programs go with it. Each holds memory maps, of which Linux lets a process
+    have 65,530: without this a worker ends near the close of the suite, in XLA's compiler."""
+    yield
+    jax.clear_caches()
+
+
 class Prompts(NamedTuple):
     tokens: Int[Array, "N P"]
     positions: Int[Array, "N P"]
