@@ -15,6 +15,9 @@ if not list(Path("/dev").glob("nvidia[0-9]*")) and not list(Path("/dev").glob("a
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
 
+# LLVM's passes are half of compiling programs as small as a test's. Processes of tests inherit it.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,6 +74,15 @@ def own_programs():
     have 65,530: without this a worker ends near the close of the suite, in XLA's compiler."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture
+def optimised():
+    """For a test of what the compiler makes of a program."""
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 class Prompts(NamedTuple):

@@ -469,7 +469,6 @@ def unlike(got: list[dict], wanted: list[dict]) -> dict:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_disable_most_optimizations", True)
     # Layers are scanned, as on an accelerator.
     assemble.UNROLLED_LAYERS = 0
     what, home, *names = sys.argv[1:]

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the reference runs in torch")
 
-from toy import CONFIG, initial_params, learner, quick_compilation  # noqa: E402, F401
+from toy import CONFIG, initial_params, learner  # noqa: E402
 from toy_torch import (  # noqa: E402
     ROWS,
     WIDTH,

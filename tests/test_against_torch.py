@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the reference runs in torch")
 
-from toy import batch, initial_params, plan, quick_compilation  # noqa: E402, F401
+from toy import batch, initial_params, plan  # noqa: E402
 from toy_torch import named, split, torch_policy  # noqa: E402
 
 from rlx.optimizer import make_optimizer, schedule  # noqa: E402

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="the reference runs in torch")
 pytest.importorskip("trl", reason="TRL's losses are the reference")
 
 from datasets import Dataset  # noqa: E402
-from toy import initial_params, learner, quick_compilation  # noqa: E402, F401
+from toy import initial_params, learner  # noqa: E402
 from toy_torch import (  # noqa: E402
     ROWS,
     WIDTH,

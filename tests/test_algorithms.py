@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from expectations import EXPECTED
-from toy import quick_compilation  # noqa: F401
 from worked_example import ADVANTAGES, EXAMPLES, MASK, NEW, OLD, REF, Example
 
 from rlx import ops

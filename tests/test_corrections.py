@@ -13,7 +13,6 @@ from toy import (
     learner,
     plan,
     pool,
-    quick_compilation,  # noqa: F401
     sampling,
     together,
 )

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from toy import quick_compilation  # noqa: F401
 
 from model.errors import BadInput
 from model.expert_products import usual_turns

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from toy import quick_compilation  # noqa: F401
 from toy_run import arguments
 
 import run

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from toy import CONFIG, initial_params, quick_compilation  # noqa: F401
+from toy import CONFIG, initial_params
 
 import run
 from rlx.compilation import Compilation

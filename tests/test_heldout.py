@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import CONFIG, PAD, batch, initial_params, learner, movement, pool, quick_compilation  # noqa: F401
+from toy import CONFIG, PAD, batch, initial_params, learner, movement, pool
 
 from model.errors import BadInput
 from model.heads import completion_outputs, last_scores, with_value_head

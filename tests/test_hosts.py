@@ -117,7 +117,6 @@ class Machine:
                 "CALLS": str(calls[index]),
                 "JAX_PLATFORMS": "cpu",
                 "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices // count}",
-                "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
                 "JAX_COMPILATION_CACHE_DIR": os.environ.get(
                     "JAX_COMPILATION_CACHE_DIR", str(self.folder / "programs")
                 ),

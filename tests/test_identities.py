@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import quick_compilation  # noqa: F401
 from worked_example import ADVANTAGES, EXAMPLES, MASK, NEW, OLD, PAIR_MASK, PAIRS, REF, SIGNS
 
 from rlx.advantages import gae, group_centred, leave_one_out

@@ -13,7 +13,6 @@ from toy import (
     headed_params,
     plan,
     pool,
-    quick_compilation,  # noqa: F401
     together,
     verifier,
 )

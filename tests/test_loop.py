@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import quick_compilation  # noqa: F401
 from toy_run import lines, params_of, start
 
 import run
@@ -61,8 +60,6 @@ def test_the_callers_error_is_told_before_the_workers():
 
 
 # ---- a run ------------------------------------------------------------------------------------
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def test_lines_stand_in_the_order_of_what_they_tell(recipe, tmp_path):

@@ -14,7 +14,7 @@ import optax
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
-from toy import CONFIG, batch, headed_params, initial_params, learner, quick_compilation  # noqa: F401
+from toy import CONFIG, batch, headed_params, initial_params, learner
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from model.config import CheckpointError, read_config
@@ -181,11 +181,9 @@ def test_gradients_are_those_through_the_merged_kernels(packing):
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_no_gradient_of_the_base_is_computed(packing):
+def test_no_gradient_of_the_base_is_computed(packing, optimised):
     """In the compiled program no product makes what has the size of a kernel, and nothing adds up
     what has that of the head; when all is trained they do."""
-    # What is left out of a program is so by XLA's passes.
-    jax.config.update("jax_disable_most_optimizations", False)
     shape = dataclasses.replace(
         CONFIG, hidden_size=72, intermediate_size=136, vocab_size=480, num_layers=1
     )
@@ -205,7 +203,6 @@ def test_no_gradient_of_the_base_is_computed(packing):
     ours = sizes(lambda b, a: gradients(made, (a, {}), rows, None, b)[0], base, adapters)
     assert kernels <= full
     assert not ours & {(72, 136), (72, 480)}
-    jax.config.update("jax_disable_most_optimizations", True)
 
 
 def test_the_optimizer_remembers_adapters_alone():

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_run_kinds import GIVEN
-from toy import quick_compilation  # noqa: F401
 from toy_run import lines, params_of, start
 
 import run
@@ -25,7 +24,6 @@ from rlx.resolve import resolve
 from rlx.stepper import online_stepper
 from rlx.task_loading import load_task
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 LORA = ("-model.weights", "lora.rank=2")
 
 

@@ -10,7 +10,7 @@ import pytest
 import toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import initial_params, quick_compilation  # noqa: F401
+from toy import initial_params
 
 from model.errors import BadInput
 from rlx import ops

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
-from toy import quick_compilation  # noqa: F401
 from toy_run import lines, start
 from transformers import AutoModelForCausalLM
 
@@ -265,7 +264,6 @@ def test_experts_on_several_devices_give_what_one_gives(tiny_moe):
     environment = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
         "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "PYTHONPATH": str(ROOT),
     }
     done = subprocess.run(

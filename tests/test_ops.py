@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import quick_compilation  # noqa: F401
 from worked_example import ADVANTAGES, LOG_RATIO, MASK, REF_SHIFT
 
 from rlx import ops

@@ -254,15 +254,7 @@ def test_two_hundred_updates_go_where_those_of_float32_go(params):
         assert value == pytest.approx(loss, rel=0.03), state_dtype
 
 
-@pytest.fixture
-def quick():
-    """LLVM's passes are half of compiling a program this small."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-def test_it_composes_with_clipping_a_critic_and_skipped_updates(monkeypatch, quick):
+def test_it_composes_with_clipping_a_critic_and_skipped_updates(monkeypatch):
     monkeypatch.setattr(optimizer_state, "SMALLEST", 1)
     monkeypatch.setattr(optimizer_state, "NARROWEST", 8)
     both = apart(rule("int8", clip_norm=1.0), rule("bfloat16", learning_rate=0.02))

@@ -15,7 +15,6 @@ from toy import (
     initial_params,
     learner,
     movement,
-    quick_compilation,  # noqa: F401
     signal,
     together,
 )

@@ -39,6 +39,8 @@ batch: {prompts: 8, micro: 4}
 loop: {steps: 10}
 """
 
+pytestmark = pytest.mark.usefixtures("optimised")
+
 RECIPES = sorted(Path(run.__file__).with_name("configs").glob("*.yaml"))
 
 

@@ -18,6 +18,8 @@ from rlx.roofline import beyond, message_seconds, seconds
 from rlx.topology import abstract_devices, plugin_installed
 from rlx.topology import parse as named
 
+pytestmark = pytest.mark.usefixtures("optimised")
+
 TARGETS = ("cpu:1", "v5e:2x4", "h100:8")
 SQUARE = 2 * 64 * 128 * 128
 

@@ -13,7 +13,6 @@ from toy import (
     initial_params,
     learner,
     pool,
-    quick_compilation,  # noqa: F401
 )
 from worked_example import EXAMPLES
 

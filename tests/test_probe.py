@@ -15,7 +15,6 @@ from toy import (
     movement,
     plan,
     pool,
-    quick_compilation,  # noqa: F401
     sampling,
 )
 

@@ -3,7 +3,6 @@
 import jax
 import numpy as np
 import pytest
-from toy import quick_compilation  # noqa: F401
 
 import rlx.stepper
 from model.errors import BadInput

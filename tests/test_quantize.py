@@ -199,7 +199,7 @@ def test_a_broken_row_does_not_reach_the_next_in_its_slot(tiny_config, tiny_para
 
 
 @pytest.mark.parametrize("slots", [None, 5])
-def test_the_loop_holds_int8_and_no_wide_copy(tiny_config, tiny_params, prompts, slots):
+def test_the_loop_holds_int8_and_no_wide_copy(tiny_config, tiny_params, prompts, slots, optimised):
     """XLA moves a cast of what no step changes out of the loop: each step would then read the
     float32 weights, and the prompts' float32 cache, that int8 is there to save."""
     text = program.lower(tiny_config, tiny_params, prompts, slots, **BOTH).compile().as_text()

@@ -15,7 +15,6 @@ from toy import (
     initial_params,
     plan,
     pool,
-    quick_compilation,  # noqa: F401
     sampling,
     verifier,
 )

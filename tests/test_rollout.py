@@ -17,7 +17,6 @@ from toy import (
     initial_params,
     plan,
     pool,
-    quick_compilation,  # noqa: F401
     sampling,
 )
 

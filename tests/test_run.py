@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from toy import quick_compilation  # noqa: F401
 from toy_run import lines, params_of, start
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,7 +22,6 @@ from model.qwen import Qwen
 from rlx.policy import checkpoint_folder
 
 NANO = checkpoint_folder("nano")
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def test_a_run_leaves_what_the_design_names(recipe, tmp_path):

@@ -6,7 +6,6 @@ from pathlib import Path
 import chex
 import numpy as np
 import pytest
-from toy import quick_compilation  # noqa: F401
 from toy_run import lines, params_of, start
 
 import run
@@ -24,7 +23,6 @@ GIVEN = (
     *("-task.language", "-batch.samples", "-rollout.overlong_buffer", "sampling.max_new_tokens=48"),
     *("loop.steps=2", "batch.minibatches=1", "-eval.greedy"),
 )
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def summary(folder):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import quick_compilation, sampling  # noqa: F401
+from toy import sampling
 
 from rlx import ops
 from rlx.rollout import empty_rollout

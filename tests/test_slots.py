@@ -147,7 +147,7 @@ def test_widths_end_at_the_longest_and_are_few():
 
 
 @pytest.mark.parametrize("slots", [None, 5])
-def test_no_step_copies_a_cache(monkeypatch, program, slots):
+def test_no_step_copies_a_cache(monkeypatch, program, slots, optimised):
     """XLA copies what it can't update in place: then each step costs a cache's length."""
     monkeypatch.setattr(model.sample, "NARROWEST", 8)
     text = program.lower(NEVER, None, slots, 36).compile().as_text()

@@ -11,7 +11,6 @@ from toy import (
     movement,
     plan,
     pool,
-    quick_compilation,  # noqa: F401
     verifier,
 )
 

@@ -37,14 +37,6 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """LLVM's passes are half of compiling programs this small."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def headed(params, width, seed=3):
     """With a random head: one of zeros is right at every column."""
     kernel = np.random.default_rng(seed).normal(size=(width, 1))

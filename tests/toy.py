@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 from model.config import ModelConfig
 from model.parameters import initialise
@@ -40,14 +39,6 @@ CONFIG = ModelConfig(
     qk_norm=False,
     max_positions=64,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """For a module that imports it: LLVM's passes are half of compiling programs this small."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @functools.cache
