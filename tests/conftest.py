@@ -16,7 +16,7 @@ if not list(Path("/dev").glob("nvidia[0-9]*")) and not list(Path("/dev").glob("a
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
 
 # LLVM's passes are half of compiling programs as small as a test's. Processes of tests inherit it.
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 import jax
 import jax.numpy as jnp
@@ -79,10 +79,9 @@ def own_programs():
 @pytest.fixture
 def optimised():
     """For a test of what the compiler makes of a program."""
-    before = jax.config.jax_disable_most_optimizations
     jax.config.update("jax_disable_most_optimizations", False)
     yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 class Prompts(NamedTuple):
