@@ -116,10 +116,13 @@ def _load(
 
 def _standing(entries: list[Entry], given: list[Entry]) -> list[Entry]:
     """Return the file's entries without what the command line replaces: the other form of
-    `algorithm`, or a mesh that is to be chosen anew."""
-    paths = {entry.path for entry in given}
+    `algorithm`, the settings of another task, or a mesh that is to be chosen anew."""
+    paths = {entry.path: entry.value for entry in given}
     if "mesh" in paths:
         entries = [entry for entry in entries if entry.section != "mesh"]
+    tasks = [entry.value for entry in entries if entry.path == "task.name"]
+    if paths.get("task.name") not in (None, *(tasks or [TaskSettings().name])):
+        entries = [entry for entry in entries if entry.section != "task"]
     if "algorithm.terms" in paths:
         return [entry for entry in entries if entry.section != "algorithm"]
     if "algorithm.name" in paths:

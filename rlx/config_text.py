@@ -9,6 +9,7 @@ from rlx.algorithms.critic import value
 from rlx.algorithms.record import hyper_parameters
 from rlx.corrections import CORRECTIONS
 from rlx.derived import offline, old_logprobs, rows, terms
+from rlx.rewards import VERIFIERS
 from rlx.settings import Config
 from rlx.signatures import (
     FILLED,
@@ -17,6 +18,7 @@ from rlx.signatures import (
     Section,
     TaskSettings,
     TermSettings,
+    VerifierSettings,
     choices,
     model_of,
     short_names,
@@ -76,7 +78,17 @@ def describe() -> str:
             )
             for name in names
         ]
+        if section == "reward":
+            blocks += _verifier_tables()
     return "\n\n".join(blocks) + "\n"
+
+
+def _verifier_tables() -> list[str]:
+    title = "an entry of reward.verifiers, and `run.py score --task {0}`, where its name is {0}"
+    return [
+        _table("", title.format(name), model_of(VerifierSettings, name), hyper_parameters(verifier))
+        for name, verifier in VERIFIERS.items()
+    ]
 
 
 def _algorithm_tables() -> list[str]:
@@ -114,8 +126,8 @@ def _table(
     keys: Container[str] | None = None,
     names: Sequence[str] = (),
 ) -> str:
-    """`keys` are those shown, or all. `names` are what `name` may be; without them it is chosen and
-    no setting of the table."""
+    """`path` stands before a key. `keys` are those shown, or all. `names` are what `name` may be;
+    without them it is chosen and no setting of the table."""
     lines = [f"{title}:"]
     chosen = not names and issubclass(kind, OneTerm | TaskSettings | TermSettings)
     for key, schema in kind.model_json_schema().get("properties", {}).items():
@@ -126,7 +138,7 @@ def _table(
         default = kind.model_fields[key]
         came = "required" if default.is_required() else f"default {shown(default.default)}"
         lines.append(
-            f"  {path + '.' + key:<28} {expected(schema)}; {came}\n"
+            f"  {f'{path}.{key}' if path else key:<28} {expected(schema)}; {came}\n"
             f"  {'':<28}   {schema.get('description', '')}"
         )
     return "\n".join(lines) if len(lines) > 1 else f"{lines[0]} no settings of its own"

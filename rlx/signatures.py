@@ -1,4 +1,5 @@
-"""The sections `task` and `algorithm`, whose keys are read off the signatures of a row's functions.
+"""The sections `task` and `algorithm` and the settings of verifiers, whose keys are read off the
+signatures of a row's functions.
 
 The keys are the keyword-only parameters of the functions of the chosen row, which hold their
 defaults; only their ranges are in a table below.
@@ -17,6 +18,7 @@ from pydantic.fields import FieldInfo
 
 from rlx.algorithms import ADVANTAGES, ALGORITHMS, REDUCTIONS, TERMS, Algorithm
 from rlx.algorithms.record import hyper_parameters
+from rlx.rewards import VERIFIERS
 from rlx.tasks import TASKS
 from rlx.types import Rollout
 
@@ -40,6 +42,12 @@ class TaskSettings(Section):
     """`name` only; the chosen task's own keys come from its signature."""
 
     name: str = Field("countdown", description="row of the table of tasks")
+
+
+class VerifierSettings(Section):
+    """`name` only; the verifier's own keys come from its signature."""
+
+    name: str = Field(description="row of the table of verifiers")
 
 
 class AlgorithmSettings(Section):
@@ -204,13 +212,15 @@ def abstract_rollout(samples: int) -> Rollout:
 def model_of(
     base: type[Section], name: str, advantage: str = "", reduction: str = ""
 ) -> type[Section]:
-    """Return the type of a section `OneTerm`, `TermSettings` or `TaskSettings` where row `name` is
-    chosen, with these functions in the place of its own.
+    """Return the type of a section `OneTerm`, `TermSettings`, `TaskSettings` or `VerifierSettings`
+    where row `name` is chosen, with these functions in the place of its own.
 
     Raises KeyError where a table has no such row.
     """
     if base is TaskSettings:
         return _built(base, name, (TASKS[name],), (), "task")
+    if base is VerifierSettings:
+        return _built(base, name, (VERIFIERS[name],), (), "verifier")
     row = chosen_row(name, advantage, reduction)
     return _built(base, name, row.functions(), tuple(choices(name)), row.source)
 
@@ -232,7 +242,7 @@ def _built(
     for function in functions:
         for key, parameter in hyper_parameters(function).items():
             default = parameter.default
-            if key in FILLED:
+            if key in FILLED and source != "verifier":
                 continue
             if key in CHOOSING:
                 raise TypeError(f"{name} calls a hyper-parameter `{key}`, which is a section's key")

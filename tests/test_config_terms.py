@@ -88,6 +88,17 @@ def test_the_command_line_replaces_either_form_of_the_file(tmp_path):
     assert [t.name for t in terms(load(long, ["algorithm.name=grpo"]))] == ["grpo"]
 
 
+@pytest.mark.parametrize("named", ["  name: countdown\n", ""])
+def test_another_task_takes_the_place_of_the_files(tmp_path, named):
+    """The file's settings are of its own task, and would be unknown to the other."""
+    file = yaml_file(tmp_path, f"task:\n{named}  numbers: [3]\n")
+    other = load(file, ["task.name=chat", "task.file=talks.jsonl"]).task
+    assert (other.name, other.file) == ("chat", "talks.jsonl")
+    assert load(file, ["task.name=countdown"]).task.numbers == (3,)
+    with pytest.raises(ConfigError, match=r"task\.numbers"):
+        load(file, ["task.name=chat", "task.file=talks.jsonl", "task.numbers=[3]"])
+
+
 @pytest.mark.parametrize(
     "chosen, expected",
     [

@@ -12,6 +12,7 @@ from rlx.algorithms.record import hyper_parameters
 from rlx.config import load, load_training, resolved_yaml
 from rlx.config_text import describe, formula
 from rlx.derived import terms
+from rlx.rewards import VERIFIERS
 from rlx.settings import Config
 from rlx.signatures import hyper, short_names
 
@@ -77,6 +78,9 @@ def test_help_lists_every_setting():
     for advantage in ADVANTAGES:
         for key in hyper(load(None, [f"algorithm.advantage={advantage}"]).algorithm):
             assert f"  algorithm.{key} " in text
+    for verifier in VERIFIERS.values():
+        for key in hyper_parameters(verifier):
+            assert f"\n  {key} " in text
     assert "  algorithm.terms[i].weight " in text
     assert "default 1e-06" in text
     for paragraph in text.split("\n\n"):  # each setting's second line tells what it is

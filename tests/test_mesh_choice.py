@@ -1,15 +1,19 @@
 """Which mesh a run gets: what `mesh: auto` chooses, and what is refused at once."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 from toy_run import start
 
+import run
 from model.errors import BadInput
+from model.shapes import published
 from rlx.compilation import Compilation
 from rlx.config import ConfigError, load, load_training
 from rlx.mesh import Hardware, Sizes, choose, told
 
+RECIPE = Path(run.__file__).with_name("configs") / "countdown_dapo_qwen2.5_3b.yaml"
 GIB = 2**30
 BILLION = 10**9
 
@@ -98,6 +102,20 @@ def test_a_run_tells_its_mesh():
     sizes = Sizes(2, 2, 2)
     assert told(sizes, Hardware(8)) == "mesh data 2 x fsdp 2 x tensor 2 (8 devices)"
     assert told(Sizes(1, 1, 1), Hardware(8)).endswith("(1 of 8 devices)")
+
+
+def test_the_runs_that_the_docs_show_have_a_mesh():
+    """docs/gpu.md and docs/tpu.md; `batch.micro` of the recipe has no row for each of 32 devices."""
+    shape = published("Qwen2.5-3B-Instruct")
+    for hardware, *changes in (
+        (Hardware(8, 1, 60 * GIB),),
+        (Hardware(32, 4, 60 * GIB), "batch.micro=32"),
+        (Hardware(16, 4, 15 * GIB), "batch.micro=16"),
+    ):
+        config = load_training(RECIPE, changes)
+        assert choose(config, [shape], 3 * BILLION, hardware).devices == hardware.devices
+    with pytest.raises(BadInput, match=r"of batch\.micro, 8"):
+        choose(load_training(RECIPE, []), [shape], 3 * BILLION, Hardware(32, 4, 60 * GIB))
 
 
 # ---- what is refused -----------------------------------------------------------------------------

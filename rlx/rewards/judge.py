@@ -46,14 +46,19 @@ def score(
 ) -> Score:
     """Judge a completion of a row with `question`, or with the chat messages of a `prompt`.
 
-    A row's `reference`, or an `answer` that is text, is shown to the judge; a row's `rubric` is
-    added to the rubric. `judged` is the part of the completion that counts: `answer` is the last
-    answer block or, where none is opened, what follows the think block; `reasoning` is what stands
-    before both. `rubric` is a text or the name of a .txt or .md file. `api_key_env` names the
-    environment variable with the key. `seconds` is the time limit of one request, `budget` the
-    number of requests at most, repeated ones too (0: no limit). `cache` is a folder for replies; it
-    keeps the count of requests too, over all runs. `judge_temperature` null and `judge_tokens` 0
-    are not sent.
+    A row's `reference`, or an `answer` that is text, is shown to the judge; a row's own rubric is
+    added to the rubric. `base_url` is the server's address, with its /v1. `judge_model` is the name
+    that the server has for the model. `judged` is the part of the completion that counts: answer is
+    the last answer block or, where none is opened, what follows the think block; reasoning is what
+    stands before both. `rubric` is a text or the name of a .txt or .md file. `scale_lowest` is the
+    worst score that the judge may say. `scale_highest` is the best. `min_confidence` is what a
+    verdict must have to count. `api_key_env` names the environment variable with the key, where the
+    server asks for one. `seconds` is the time limit of one request. `concurrency` is how many
+    requests are under way at a time. `retries` is how often a failed request is repeated. `budget`
+    is the number of requests at most, repeated ones too (0: no limit). `cache` is a folder for
+    replies, which keeps the count of requests too, over all runs. `judge_temperature` null and
+    `judge_tokens` 0 are not sent. `longest` is how many characters a candidate may have; a longer
+    one earns 0.
 
     Raises JudgeFailure where there is no verdict, RowError for a row that asks nothing.
     """

@@ -6,6 +6,7 @@ their targets are; no problem stands in both the training and the held-out rows.
 """
 
 import inspect
+import json
 import random
 from collections.abc import Callable
 from functools import partial
@@ -295,6 +296,14 @@ def _check_generator(
 
 def _refuse_ignored(file: str, **settings: int | tuple[int, ...]) -> None:
     defaults = inspect.signature(load).parameters
-    ignored = [f"`{name}`" for name in settings if settings[name] != defaults[name].default]
+    ignored = [name for name in settings if settings[name] != defaults[name].default]
     if ignored:
-        raise BadInput(f"{', '.join(ignored)} would be ignored: the problems come from {file}.")
+        names = ", ".join(f"`{name}`" for name in ignored)
+        unset = " ".join(
+            f"task.{name}={json.dumps(defaults[name].default, separators=(',', ':'))}"
+            for name in ignored
+        )
+        raise BadInput(
+            f"{names} would be ignored: the problems come from {file}. Leave them out, or where a "
+            f"recipe sets them, give the defaults: {unset}"
+        )
