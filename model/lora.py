@@ -44,7 +44,7 @@ def inputs(target: str) -> int:
     return 2 if target == "o_proj" else 1
 
 
-def kernels(params: PyTree, targets: Sequence[str]) -> dict[str, Array]:
+def kernels(params: PyTree, targets: Sequence[str]) -> dict[str, Array | np.ndarray]:
     """The stacked kernels [L, *inputs, *outputs] of these projections. Raises BadInput where the
     model has none of that name, as a mixture of experts has none in its feed-forward."""
     found, missing = {}, []

@@ -126,7 +126,7 @@ def make_mix(config: Config, task: Task, rows: Sequence[Mapping[str, Any]]) -> M
         task.mixture.final_weights,
         task.mixture.follow,
         task.mixture.floor,
-        horizon=config.loop.steps * config.batch.prompts,
+        steps=config.loop.steps,
     )
 
 

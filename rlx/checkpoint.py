@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 from orbax.checkpoint import checkpoint_managers
@@ -97,25 +98,17 @@ class Checkpoints:
         return restored._replace(key=jax.random.wrap_key_data(restored.key))
 
     def restore_params(self, like: PyTree, step: int | None = None) -> PyTree:
-        """The policy's parameters alone, of the shapes and types of `like`; nothing else of the
-        state is read."""
+        """The policy's parameters alone, of the shapes and types of `like`, as arrays of numpy: no
+        device need have room for all of them. Nothing else of the state is read."""
         step = self.latest if step is None else step
-        # Where the run's devices are not here, each array lies on the first that is.
-        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        placed = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=getattr(x, "sharding", None) or here
-            ),
-            {"params": like},
+        wanted = {"params": like}
+        as_numpy = jax.tree.map(
+            lambda x: ocp.RestoreArgs(restore_type=np.ndarray, dtype=x.dtype), wanted
         )
         with ocp.PyTreeCheckpointer() as reader:
             restored = reader.restore(
                 self.folder.absolute() / str(step) / "default",
-                args=ocp.args.PyTreeRestore(
-                    placed,
-                    restore_args=ocp.checkpoint_utils.construct_restore_args(placed),
-                    partial_restore=True,
-                ),
+                args=ocp.args.PyTreeRestore(wanted, restore_args=as_numpy, partial_restore=True),
             )
         return restored["params"]
 

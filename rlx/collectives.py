@@ -48,11 +48,17 @@ def collective(opcode: str) -> str | None:
 
 
 def message(
-    line: Instruction, computation: Computation, devices: int, hosts: Sequence[int] | None
+    line: Instruction,
+    computation: Computation,
+    devices: int,
+    hosts: Sequence[int] | None,
+    within: str = "",
 ) -> tuple[Message, float]:
     """What a collective is, and how many bytes each of its devices sends. `hosts` says on which
-    host each of the `devices` is, None where all are on one."""
+    host each of the `devices` is, None where all are on one; `within`, the computation's name."""
     kind = collective(line.opcode)
+    if kind == "all-reduce" and within.startswith("all-reduce-scatter"):
+        kind = "reduce-scatter"  # a TPU's: the sum, of which a device takes its part
     groups = replica_groups(line.text, devices)
     operand = sum(largest_array(computation[x].shape) for x in line.operands)
     n = len(groups[0]) if groups else 1

@@ -172,6 +172,15 @@ def own_limit(row: Mapping[str, Any], place: str, limit: int) -> int:
     return value
 
 
+def _on_the_host():
+    """No device need have room for a whole model. If JAX knows no CPU: on the first device."""
+    try:
+        host = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        host = None
+    return jax.default_device(host)
+
+
 def export(run: Path, step: int | None, output: Path, dtype: str, adapter: bool) -> dict[str, Any]:
     """Writes a run's checkpoint as a Hugging Face folder, or its adapters alone in PEFT's format.
 
@@ -187,7 +196,8 @@ def export(run: Path, step: int | None, output: Path, dtype: str, adapter: bool)
     if adapter and dtype != "float32":
         raise BadInput(f"--dtype: expected unset, since adapters are float32; came {dtype}.")
     keys = assemble.random_keys(config)
-    policy = load_policy(config, keys.weights)
+    with _on_the_host():
+        policy = load_policy(config, keys.weights)
     shapes = jax.eval_shape(lambda: assemble.trained_params(config, policy))
     with Checkpoints(run / "checkpoints", keep=config.checkpoint.keep, keep_best=False) as kept:
         if not kept.steps:
@@ -195,7 +205,7 @@ def export(run: Path, step: int | None, output: Path, dtype: str, adapter: bool)
         if step is not None and step not in kept.steps:
             raise BadInput(f"--step: expected one of {kept.steps}; came {step}.")
         step = kept.latest if step is None else step
-        weights = jax.device_get(kept.restore_params(shapes, step))
+        weights = kept.restore_params(shapes, step)
     scorer = trains_scorer(config)
     if adapter:
         alpha, base = policy.lora.alpha, policy.folder

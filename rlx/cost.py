@@ -203,7 +203,7 @@ def cost(
                 target = attribute(line.text, "custom_call_target")
                 parts.append(Cost(uncounted={} if target in NO_WORK else {target: 1}))
             elif collective(line.opcode):
-                kind, sent = message(line, computation, devices, hosts)
+                kind, sent = message(line, computation, devices, hosts, name)
                 # What is begun, waited for and computed beside is one exchange, on one channel.
                 channel = re.search(r"channel_id=(\d+)", line.text)
                 parts.append(Cost(channels={(kind, channel[1] if channel else line.name): sent}))

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from model.errors import BadInput
-from rlx.derived import offline
+from rlx.derived import offline, unit
 from rlx.hidden import LIBRARY, library_bytes
 from rlx.hlo import parse
 from rlx.settings import Config
@@ -60,8 +60,11 @@ def check_fits(config: Config, name: str, part: Usage, limit: int) -> None:
 def remedy(config: Config, name: str, part: Usage | None) -> str:
     """What makes the program smaller."""
     batch, sampling, ways = config.batch, config.sampling, []
+    more = "raise mesh.fsdp or mesh.tensor, or use more devices"
     if part and part.arguments + part.beside > part.temporaries:
-        ways.append("raise mesh.fsdp or mesh.tensor, or use more devices")
+        ways.append(more)
+    # Each part of the mesh has a row of its own, or a pair.
+    least = max(1, config.mesh.data) * max(1, config.mesh.fsdp)
     if name in ("sample", "complete"):
         if not sampling.slots:
             ways.append("set sampling.slots below the step's rows")
@@ -69,13 +72,15 @@ def remedy(config: Config, name: str, part: Usage | None) -> str:
             ways.append(f"lower sampling.slots ({sampling.slots})")
         if sampling.cache != "int8":
             ways.append("set sampling.cache=int8")
-        ways.append(f"lower batch.prompts ({batch.prompts})")
+        if batch.prompts > least:
+            ways.append(f"lower batch.prompts ({batch.prompts})")
     else:
         whole = batch.prompts * (1 if offline(config) else batch.samples) // batch.minibatches
         micro = batch.micro or whole
-        if micro > 1:
+        if micro > least * unit(config):
             ways.append(f"lower batch.micro ({micro})")
         if config.model.remat == "none" and name == "update":
             ways.append("set model.remat=block")
+    ways = ways or [more]
     first = ways[0][0].upper() + ways[0][1:]
     return "; or ".join([first, *ways[1:]]) + "."

@@ -37,8 +37,8 @@ def adapt(
     Raises BadInput for projections that the model has not, and an adapter that does not fit it.
     """
     lora = config.lora
-    # Rounded where they lie: what is read from a folder is on the host yet.
-    base = jax.tree.map(jnp.asarray, cast(params, jnp.dtype(lora.base_dtype)))
+    # Rounded where they lie: what is read from a folder stays on the host, to be placed in parts.
+    base = cast(params, jnp.dtype(lora.base_dtype))
     if lora.adapter:
         found = load_adapters(lora.adapter, shape)
         adapters = jax.tree.map(jnp.asarray, found.params)

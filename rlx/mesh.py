@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -182,8 +183,14 @@ def on_mesh(sizes: Sizes, devices: Sequence[jax.Device] | None = None) -> Iterat
     if sizes.devices == 1:
         yield None
         return
-    devices = (jax.devices() if devices is None else devices)[: sizes.devices]
-    mesh = jax.make_mesh(tuple(sizes), AXES, (AxisType.Auto,) * 3, devices=devices)
+    devices = jax.devices() if devices is None else devices
+    if sizes.devices == len(devices):
+        # Along a TPU's links; an axis of its torus may be split between two of the mesh.
+        grid = create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    else:
+        # Some of a TPU's chips need not be a box.
+        grid = np.array(devices[: sizes.devices]).reshape(sizes)
+    mesh = Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
     with jax.set_mesh(mesh):
         yield mesh
 

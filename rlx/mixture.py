@@ -34,11 +34,11 @@ class Mix(NamedTuple):
     """Prompts of each task in the pool."""
     weights: tuple[float, ...]
     final_weights: tuple[float, ...]
-    """Reached after `horizon` prompts, where the weights follow a schedule."""
+    """Reached after `steps` steps, where the weights follow a schedule."""
     follow: Follow
     floor: float
     """Least factor that a solve rate may put on a weight."""
-    horizon: int
+    steps: int
 
     @property
     def starts(self) -> np.ndarray:
@@ -49,14 +49,20 @@ def begin(mix: Mix) -> Mixture:
     """Nothing drawn; of each task half is taken to be solved."""
     count = len(mix.names)
     zeros = jnp.zeros(count)
-    return renewed(mix, Mixture(zeros.astype(jnp.int32), zeros, zeros, jnp.full(count, 0.5)))
+    drawn, half = zeros.astype(jnp.int32), jnp.full(count, 0.5)
+    return renewed(mix, Mixture(drawn, zeros, zeros, half, jnp.int32(0)))
+
+
+def step_begun(mix: Mix, cursor: Mixture, first: Bool[Array, ""]) -> Mixture:
+    """Before a round is drawn: the `first` of a step counts the step."""
+    return renewed(mix, cursor._replace(steps=cursor.steps + first))
 
 
 def renewed(mix: Mix, cursor: Mixture) -> Mixture:
     """The weights for the next draws, adding up to 1."""
     weights = jnp.asarray(mix.weights, jnp.float32)
     if mix.follow == "schedule":
-        done = jnp.minimum(jnp.sum(cursor.drawn) / mix.horizon, 1.0)
+        done = jnp.clip((cursor.steps - 1) / mix.steps, 0.0, 1.0)
         weights = weights + done * (jnp.asarray(mix.final_weights, jnp.float32) - weights)
     elif mix.follow == "solve_rates":
         # Groups that are all right or all wrong teach nothing: 4 p (1 - p) is 1 at a half.

@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.stages import Lowered
 
+from model.config import ModelConfig
 from model.device import Device, made_for
 from model.errors import BadInput
 from model.parameters import parameter_count
 from rlx.cost import Cost, cost
-from rlx.derived import offline, reads_whole_rows, rows
+from rlx.derived import needs_critic, offline, reads_whole_rows, rows
 from rlx.fits import Usage, usage
 from rlx.mesh import Hardware, Sizes, choose, layouts, obstacles, on_mesh
 from rlx.plan_programs import Planned, programs
@@ -102,6 +103,12 @@ def prepared(config: Config, topology: Topology) -> tuple[Config, tuple[str, ...
                 "one round of dynamic sampling; up to rollout.max_rounds="
                 f"{config.rollout.max_rounds} may be drawn"
             )
+        if config.rollout.probe:
+            notes.append(
+                f"of probing the first samples alone; completing the chosen groups adds "
+                f"{config.batch.samples - config.rollout.probe} of {config.batch.samples} samples "
+                "a prompt"
+            )
     if topology.chip.platform == "cuda" and config.model.attention in ("auto", "cudnn"):
         # The compiler asks for the library, which is only there where a GPU is.
         plain = config.model.model_copy(update={"attention": "plain"})
@@ -112,6 +119,16 @@ def prepared(config: Config, topology: Topology) -> tuple[Config, tuple[str, ...
                 "kernel needs less memory"
             )
     return resolve(config), tuple(notes)
+
+
+def shapes_of(config: Config) -> list[ModelConfig]:
+    """Of all models that a mesh divides, the policy first."""
+    paths = {"model.path": config.model.path}
+    if needs_critic(config) and config.critic.kind == "model" and config.critic.path:
+        paths["critic.path"] = config.critic.path
+    if config.reward.source == "model":
+        paths["reward.model"] = config.reward.model
+    return [model_shape(path, setting)[0] for setting, path in paths.items()]
 
 
 class Planner:
@@ -129,11 +146,8 @@ class Planner:
 
     def sizes(self, config: Config) -> Sizes:
         """The mesh that `train` would choose there."""
-        shapes = [model_shape(config.model.path)[0]]
-        if config.reward.source == "model":
-            shapes.append(model_shape(config.reward.model, "reward.model")[0])
-        parameters = parameter_count(shapes[0])
-        return choose(config, shapes, parameters, self.hardware)
+        shapes = shapes_of(config)
+        return choose(config, shapes, parameter_count(shapes[0]), self.hardware)
 
     @property
     def hardware(self) -> Hardware:
@@ -141,7 +155,7 @@ class Planner:
 
     def legal(self, config: Config) -> Iterator[Sizes]:
         """All meshes of all devices that the run can be split over."""
-        shapes = [model_shape(config.model.path)[0]]
+        shapes = shapes_of(config)
         for sizes in layouts(self.topology.devices):
             if not obstacles(config, shapes, sizes):
                 yield sizes
@@ -223,21 +237,21 @@ def fit(planner: Any, config: Config, sizes: Sizes) -> dict[str, Any]:
     prompts, in doublings. Each 0 where nothing fits."""
     of_update = ("update", "score", "prepare")
 
-    def fits(batch: dict[str, int], only: tuple[str, ...]) -> bool:
-        changed = config.model_copy(update={"batch": config.batch.model_copy(update=batch)})
-        return planner.outlook(changed, sizes, only).fits
+    def changed(**batch: int) -> Config:
+        return config.model_copy(update={"batch": config.batch.model_copy(update=batch)})
+
+    def possible(**batch: int) -> bool:
+        made = changed(**batch)
+        whole = rows(made) % (made.batch.minibatches * made.batch.micro) == 0
+        return whole and not obstacles(made, shapes, sizes)
 
     total = rows(config) // config.batch.minibatches
-    shapes = [model_shape(config.model.path)[0]]
-    candidates = []
-    for micro in (n for n in range(1, total + 1) if total % n == 0):
-        changed = config.batch.model_copy(update={"micro": micro})
-        if not obstacles(config.model_copy(update={"batch": changed}), shapes, sizes):
-            candidates.append(micro)
+    shapes = shapes_of(config)
+    candidates = [micro for micro in range(1, total + 1) if possible(micro=micro)]
     best, low, high = 0, 0, len(candidates) - 1
     while low <= high:
         middle = (low + high) // 2
-        if fits({"micro": candidates[middle]}, of_update):
+        if planner.outlook(changed(micro=candidates[middle]), sizes, of_update).fits:
             best, low = candidates[middle], middle + 1
         else:
             high = middle - 1
@@ -246,7 +260,7 @@ def fit(planner: Any, config: Config, sizes: Sizes) -> dict[str, Any]:
         return {"micro": 0, "prompts": 0, "rows": 0, "compiled": planner.compiled}
 
     def all_fit(count: int) -> bool:
-        return fits({"micro": best, "prompts": count}, ())
+        return planner.outlook(changed(micro=best, prompts=count), sizes, ()).fits
 
     # Half as many where these are too many, twice as many where there is room.
     if all_fit(prompts):
@@ -256,12 +270,10 @@ def fit(planner: Any, config: Config, sizes: Sizes) -> dict[str, Any]:
             prompts *= 2
     else:
         while prompts:
-            prompts = prompts // 2 if prompts % 2 == 0 else 0
-            each = rows(config) * prompts // config.batch.prompts // config.batch.minibatches
-            if prompts and each % best == 0 and all_fit(prompts):
+            half = prompts // 2 if prompts % 2 == 0 else 0
+            prompts = half if half and possible(micro=best, prompts=half) else 0
+            if prompts and all_fit(prompts):
                 break
-            if prompts and each % best:
-                prompts = 0
     count = rows(config) * prompts // config.batch.prompts
     return {"micro": best, "prompts": prompts, "rows": count, "compiled": planner.compiled}
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from model.lora import beside
-from model.parameters import cast, parameter_axes
+from model.parameters import parameter_axes
 from model.sample import STRIDE, cache_widths
 from rlx import assemble
 from rlx.data import padded_width
@@ -110,8 +110,10 @@ def _online(
     acting = state._replace(params=beside(base, state.params))
     if config.reward.source == "model":
         shape, _ = model_shape(config.reward.model, "reward.model")
-        weights = jax.eval_shape(lambda x: cast(x, policy.dtype), scorer_params(shape))
-        frozen = frozen._replace(reward_model=places.parameters(parameter_axes(shape), weights))
+        weights = frozen_params(config, scorer_params(shape), policy.dtype)
+        on_host = config.model.frozen_memory == "host"
+        weights = places.parameters(parameter_axes(shape), weights, on_host)
+        frozen = frozen._replace(reward_model=weights)
         scorer = assemble.network(config, shape, policy.dtype)
     key, zero = places.whole((state.key, jax.ShapeDtypeStruct((), jnp.int32)))
     solved = memory.solved

@@ -94,6 +94,7 @@ def sample_round(
 ) -> tuple[Samples, Draw]:
     """Samples of the next N prompts, and which those are."""
     if sampling.mix is not None:
+        cursor = mixture.step_begun(sampling.mix, cursor, round == 0)
         draw = Draw(*mixture.next_rows(sampling.mix, pool.key, cursor, sampling.prompts))
     else:
         retired = None if solved is None else solved >= sampling.retire_after

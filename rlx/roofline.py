@@ -39,11 +39,15 @@ def seconds(cost: Cost, chip: Chip) -> Seconds:
 
 def message_seconds(kind: Message, sent: float, chip: Chip) -> float:
     """Within a host by its links; between hosts also by the network, which the devices of a host
-    that take part share the work of."""
+    that take part share the work of, but for an all-to-all: there each sends what is its own."""
     if kind.devices < 2 or not sent:
         return 0.0
     across = kind.beside < kind.devices and chip.network_speed is not None
-    network = sent / (kind.beside * chip.network_speed) if across else 0.0
+    if across and kind.kind in ("all-to-all", "ragged-all-to-all"):
+        crossing = sent * (kind.devices - kind.beside) / (kind.devices - 1)
+    else:
+        crossing = sent / kind.beside
+    network = crossing / chip.network_speed if across else 0.0
     links = 0.0 if across and kind.beside == 1 else sent / chip.link_speed
     return max(network, links)
 

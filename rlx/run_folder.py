@@ -59,8 +59,9 @@ def check_resume(config: Config, folder: Path) -> None:
         raise BadInput(f"run.dir: expected a run to resume in {folder}; it has no config.yaml.")
     before = load(folder / "config.yaml", []).model_dump()
     may_change = MAY_CHANGE
-    if config.optimizer.schedule != "constant":
-        # A decay reaches its end at the last step: another number of steps bends it.
+    follow = getattr(config.task, "follow", "")
+    if config.optimizer.schedule != "constant" or follow == "schedule":
+        # A decay, or a mixture's weights, end with the last step: another number bends them.
         may_change = MAY_CHANGE - {"loop.steps"}
     changed = [
         f"{section}.{key}: the run began with {before[section].get(key)!r}, not {value!r}"

@@ -121,6 +121,8 @@ class Mixture(NamedTuple):
     """Of the next draws; they add up to 1."""
     solve_rate: Float[Array, " K"]
     """Of late."""
+    steps: Int[Array, ""]
+    """Begun so far."""
 
 
 Cursor = Int[Array, ""] | Mixture

@@ -27,6 +27,8 @@ from model.peft_format import load_adapters, save_adapters
 from model.qwen import Qwen
 from model.sample import sample
 from model.score_head import export_scorer
+from rlx.config import load_training
+from rlx.lora import adapt
 from rlx.optimizer import make_optimizer
 from rlx.settings import OptimizerSettings
 from rlx.update import gradients
@@ -231,6 +233,17 @@ def test_a_bfloat16_base_leaves_adapters_in_float32(tiny_config, tiny_params, pr
     np.testing.assert_allclose(run(whole, *prompts), run(merged(whole), *prompts), atol=3e-4)
     kernel = merged(whole)["layers"]["mlp"]["up_proj"]["kernel"]
     assert kernel.dtype == jnp.float32
+
+
+def test_a_base_is_rounded_on_the_host_where_it_was_read(checkpoint):
+    """On a mesh a device would else have all of it before it has its part."""
+    made = checkpoint("qwen2")
+    config = load_training(None, ["lora.rank=2", "lora.base_dtype=bfloat16"])
+    read = load_params(made.folder, made.config)
+    base, _ = adapt(config, made.config, read, jax.random.key(0))
+    kernel = base["layers"]["mlp"]["up_proj"]["kernel"]
+    assert isinstance(kernel, np.ndarray) and kernel.dtype == jnp.bfloat16
+    assert base["layers"]["mlp"]["up_proj"]["lora_scale"].shape == (made.config.num_layers,)
 
 
 def test_a_projection_that_the_model_has_not_is_refused():

@@ -105,7 +105,7 @@ def test_a_run_tells_its_mesh():
 
 
 def test_the_runs_that_the_docs_show_have_a_mesh():
-    """docs/gpu.md and docs/tpu.md; `batch.micro` of the recipe has no row for each of 32 devices."""
+    """docs/gpu.md and docs/tpu.md; the recipe's `batch.micro` has no row for each of 32 devices."""
     shape = published("Qwen2.5-3B-Instruct")
     for hardware, *changes in (
         (Hardware(8, 1, 60 * GIB),),

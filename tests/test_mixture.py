@@ -14,16 +14,17 @@ from toy import initial_params
 
 from model.errors import BadInput
 from rlx import ops
-from rlx.config import load
-from rlx.mixture import Mix, begin, counted, next_rows, next_tasks
+from rlx.config import ConfigError, load, resolved_yaml
+from rlx.mixture import Mix, begin, counted, next_rows, next_tasks, step_begun
 from rlx.prepare import Frozen
 from rlx.rewards import RowError
+from rlx.run_folder import check_resume
 from rlx.state import initial_state
 from rlx.task_loading import load_task
 from rlx.train import fused, staged
 from rlx.verify import callback_verifier, host_verifier
 
-MIX = Mix(("a", "b"), (4, 2), (3.0, 1.0), (1.0, 3.0), "weights", 0.1, horizon=40)
+MIX = Mix(("a", "b"), (4, 2), (3.0, 1.0), (1.0, 3.0), "weights", 0.1, steps=10)
 
 
 @functools.partial(jax.jit, static_argnames=("mix", "count"))
@@ -72,14 +73,17 @@ def test_a_small_task_is_drawn_twice_in_one_step_in_two_epochs():
 
 
 def test_a_schedule_ends_at_the_final_weights():
+    """However many prompts a step draws, in however many rounds: dynamic sampling draws again."""
     mix = MIX._replace(follow="schedule")
-    cursor, shares = begin(mix), []
-    for _ in range(10):
-        rows, _, cursor = draw(mix, cursor, 8)
-        shares.append(float(np.mean(np.asarray(rows) < 4)))
-        cursor = counted(mix, cursor, rows, jnp.ones((8, 2)))
-    assert shares[0] == 0.75 and shares[-1] == 0.25
-    np.testing.assert_allclose(cursor.weights, [0.25, 0.75])
+    cursor = begin(mix)
+    for step in range(11):
+        for round in range(1 + step % 3):
+            cursor = step_begun(mix, cursor, jnp.asarray(round == 0))
+            np.testing.assert_allclose(cursor.weights, [0.75 - step / 20, 0.25 + step / 20], 1e-6)
+            rows, _, cursor = draw(mix, cursor, 8)
+            cursor = counted(mix, cursor, rows, jnp.ones((8, 2)))
+    later = step_begun(mix, cursor, jnp.asarray(True))
+    np.testing.assert_allclose(later.weights, [0.25, 0.75])
 
 
 def test_weights_follow_the_solve_rates_down_to_the_floor():
@@ -123,6 +127,7 @@ def test_a_run_of_two_tasks_is_the_same_fused_and_staged_and_tells_of_each():
     apart, _ = stage(state(), Frozen(), prompts, length=3)
     jax.tree.map(np.testing.assert_array_equal, together.cursor, apart.cursor)
     assert int(together.cursor.drawn.sum()) == 3 * made.sampling.prompts
+    assert int(together.cursor.steps) == 3
     for step in range(3):
         values = ops.values(jax.tree.map(lambda x, step=step: x[step], metrics))
         shares = [values[f"task/{name}/share"] for name in "ab"]
@@ -168,3 +173,18 @@ def test_a_mixture_has_the_rows_of_its_tasks_and_their_verifiers():
 def test_a_wrong_entry_is_refused_with_its_place(change, told):
     with pytest.raises(BadInput, match=told):
         load_task(load(None, (TWO[0], TWO[1].replace(*change))))
+
+
+def test_a_resumed_schedule_has_the_steps_that_it_began_with(tmp_path):
+    """Twice as many steps would take the weights back."""
+
+    def of(follow, steps):
+        return load(None, [*TWO, f"task.follow={follow}", f"loop.steps={steps}"])
+
+    for follow in ("schedule", "weights"):
+        (tmp_path / "config.yaml").write_text(resolved_yaml(of(follow, 4)))
+        check_resume(of(follow, 4), tmp_path)
+    check_resume(of("weights", 8), tmp_path)
+    (tmp_path / "config.yaml").write_text(resolved_yaml(of("schedule", 4)))
+    with pytest.raises(ConfigError, match=r"loop\.steps: the run began with 4, not 8"):
+        check_resume(of("schedule", 8), tmp_path)

@@ -13,7 +13,7 @@ from rlx.config import load_training
 from rlx.cost import Cost, rollout_bytes
 from rlx.derived import offline
 from rlx.fits import Usage, check_fits, usage
-from rlx.mesh import Sizes
+from rlx.mesh import Sizes, on_mesh
 from rlx.plan import Estimate, Outlook, PartEstimate, Planner, compare, fit, prepared
 from rlx.plan_programs import programs
 from rlx.plan_report import plan, table
@@ -227,6 +227,80 @@ def test_the_most_rows_that_fit_are_found_by_bisection(tiny_recipe):
     assert (halved["micro"], halved["prompts"]) == (1, 8)
 
 
+@pytest.mark.parametrize(("shards", "prompts", "seen"), [(1, 2, {8, 4, 2}), (4, 4, {8, 4})])
+def test_fewer_prompts_are_tried_as_far_as_the_mesh_divides_them(
+    tiny_recipe, shards, prompts, seen
+):
+    """`programs` has no shapes for a part of a prompt."""
+    config = load_training(tiny_recipe, [])
+
+    class Hungry(Measured):
+        def outlook(self, config, sizes, only=()):
+            outlook = super().outlook(config, sizes, only)
+            (estimate,) = outlook.estimates
+            fits = estimate.fits and (bool(only) or config.batch.prompts <= prompts)
+            return outlook._replace(estimates=(estimate._replace(fits=fits),))
+
+    planner = Hungry(58)  # 4 rows at a time
+    assert fit(planner, config, Sizes(1, shards, 1))["prompts"] == prompts
+    assert {count for _, count in planner.seen} == seen
+    prompts = 1
+    found = fit(planner, config, Sizes(1, shards, 1))
+    assert found["prompts"] == (1 if shards == 1 else 0)
+
+
+@pytest.mark.parametrize(
+    ("topology", "sizes"),
+    [
+        # A torus of 4 x 4 (x 4) has no axis of 2 or of 8.
+        ("v6e:4x4", Sizes(1, 8, 2)),
+        ("v5p:4x4x4", Sizes(8, 8, 1)),
+        ("v5p:2x2x4", Sizes(2, 2, 4)),
+        # Some of a host's chips.
+        ("v5e:2x4", Sizes(1, 5, 1)),
+        ("v5e:2x2", Sizes(3, 1, 1)),
+    ],
+)
+def test_every_mesh_lies_on_a_tpu(topology, sizes):
+    needs(topology)
+    devices = Planner(parse(topology), lambda line: None).devices
+    with on_mesh(sizes, devices) as mesh:
+        assert mesh.devices.shape == tuple(sizes)
+        assert len({device.id for device in mesh.devices.flat}) == sizes.devices
+
+
+def test_a_mesh_must_divide_every_model_of_the_run(tiny_nano, tmp_path, tiny_recipe):
+    """`train` would refuse what was planned."""
+    described = json.loads((tiny_nano / "config.json").read_text())
+    judge = tmp_path / "judge"
+    judge.mkdir()
+    (judge / "config.json").write_text(json.dumps(described | {"num_attention_heads": 1}))
+    given = ["reward.source=model", f"reward.model={judge}"]
+    policy = tmp_path / "policy"
+    policy.mkdir()
+    (policy / "config.json").write_text(
+        json.dumps(described | {"num_attention_heads": 4, "num_key_value_heads": 2})
+    )
+    given.append(f"model.path={policy}")
+    needs("v5e:2x2")
+    made = Planner(parse("v5e:2x2"), lambda line: None)
+    alone = load_training(tiny_recipe, given[2:])
+    assert {sizes.tensor for sizes in made.legal(alone)} == {1, 2}
+    both = load_training(tiny_recipe, given)
+    assert {sizes.tensor for sizes in made.legal(both)} == {1}
+
+
+@pytest.mark.parametrize("frozen", ["model.frozen_dtype=float32", "model.frozen_memory=host"])
+def test_a_reward_model_is_counted_as_the_run_keeps_it(tiny_nano, tiny_recipe, frozen):
+    given = [f"model.path={tiny_nano}", "reward.source=model", f"reward.model={tiny_nano}"]
+    given += ["algorithm.beta=0", "model.dtype=bfloat16"]
+    held = []
+    for changes in ([*given, "model.frozen_dtype=bfloat16"], [*given, frozen]):
+        _, config = planner("cpu:1", load_training(tiny_recipe, changes))
+        held.append(programs(config, Places(None, jax.devices()[:1]))[-1].held)
+    assert (held[1] > held[0]) == ("float32" in frozen) and held[1] != held[0]
+
+
 def test_meshes_are_ranked_by_time_and_those_that_do_not_fit_come_last(tiny_recipe):
     config = load_training(tiny_recipe, [])
     meshes = [Sizes(1, 4, 1), Sizes(4, 1, 1), Sizes(2, 2, 1)]
@@ -247,6 +321,13 @@ def test_a_program_that_needs_too_much_is_refused_by_what_would_make_it_smaller(
         check_fits(config, "sample", large, 119)
     with pytest.raises(BadInput, match=r"Raise mesh\.fsdp"):
         check_fits(config, "update", Usage(100, 10, 10, 10, 10), 119)
+    # Where no setting is left, or the mesh needs the rows that there are.
+    least = ["model.remat=block", "mesh.data=4", "mesh.fsdp=2", "mesh.tensor=1", "batch.micro=8"]
+    for name in ("update", "score"):
+        with pytest.raises(BadInput, match=r"of temporaries.*it\. Raise mesh\.fsdp [^;]*\.$"):
+            check_fits(load_training(tiny_recipe, least), name, large, 119)
+    with pytest.raises(BadInput, match=r"int8\.$"):
+        check_fits(load_training(tiny_recipe, least), "sample", large, 119)
 
 
 def test_the_command_prints_one_json_object(tiny_recipe, capsys, monkeypatch):

@@ -144,8 +144,11 @@ def test_what_is_gathered_in_a_loop_is_sent_every_turn(target):
     square = 2 * 512 * 512
     # Five turns each way. An exchange that is begun, waited for and computed beside is one.
     assert sent.pop("all-gather") == 2 * 5 * square * 3 / 4
-    ways = {"all-reduce": 2 * 5 * square * 3 / 4, "reduce-scatter": 5 * square * 3 / 4}
-    assert all(size == ways[kind] for kind, size in sent.items()) and sent
+    # A TPU writes a gradient's scatter as a sum of which a part is taken.
+    wanted = {"reduce-scatter": 5 * square * 3 / 4}
+    if target.startswith("h100"):
+        wanted = {"all-reduce": 2 * 5 * square * 3 / 4} if "all-reduce" in sent else wanted
+    assert sent == wanted
 
 
 @pytest.mark.parametrize("target", TARGETS[1:])
@@ -280,6 +283,9 @@ def test_the_network_is_shared_by_the_devices_of_a_host():
     # Eight adapters a host carry it between hosts; a single device a host has one of them.
     assert message_seconds(Message("all-reduce", 16, 8), sent, chip) == sent / 400e9
     assert message_seconds(Message("all-reduce", 2, 1), sent, chip) == sent / 50e9
+    # In an all-to-all each device has rows of its own for every other: 8 of 15 cross.
+    across = message_seconds(Message("all-to-all", 16, 8), sent, chip)
+    assert across == pytest.approx(sent * 8 / 15 / 50e9)
 
 
 def test_padding_to_tiles_is_moved_and_what_lies_beside_the_memory_is_not():
