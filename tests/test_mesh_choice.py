@@ -110,7 +110,7 @@ def test_the_runs_that_the_docs_show_have_a_mesh():
     for hardware, *changes in (
         (Hardware(8, 1, 60 * GIB),),
         (Hardware(32, 4, 60 * GIB), "batch.micro=32"),
-        (Hardware(16, 4, 15 * GIB), "batch.micro=16"),
+        (Hardware(16, 4, 15 * GIB), "batch.micro=32"),
     ):
         config = load_training(RECIPE, changes)
         assert choose(config, [shape], 3 * BILLION, hardware).devices == hardware.devices
