@@ -227,6 +227,7 @@ def main(arguments: list[str]) -> int:
     # A path that can't be used is bad input; a full disk or a broken library is not.
     except (
         BadInput,
+        FileExistsError,
         FileNotFoundError,
         IsADirectoryError,
         NotADirectoryError,

@@ -114,6 +114,13 @@ def make_mix(config: Config, task: Task, rows: Sequence[Mapping[str, Any]]) -> M
             "rollout.retire_after: expected 0 with task.name=mixture, whose weights can follow the "
             f"solve rates (task.follow=solve_rates); came {config.rollout.retire_after}."
         )
+    if task.mixture.follow == "solve_rates" and not (
+        config.reward.source == "verifier" and task.verdicts
+    ):
+        raise BadInput(
+            "task.follow: expected weights or schedule, since nothing here calls an answer right "
+            "or wrong; came solve_rates."
+        )
     counts = Counter(row["task"] for row in rows)
     names = tuple(task.mixture.tasks)
     for name in names:

@@ -19,7 +19,7 @@ from rlx.checkpoint import Checkpoints
 from rlx.config import load
 from rlx.derived import trains_scorer, uses_lora
 from rlx.evaluate import nest_greedy
-from rlx.files import write_atomically
+from rlx.files import check_output, write_atomically
 from rlx.generate import Draw, Generator
 from rlx.heldout import Heldout
 from rlx.mesh import on_mesh
@@ -69,7 +69,7 @@ def generate(config: Config, source: Path, output: Path, count: int) -> dict[str
         raise BadInput(f"--input: {source} holds no prompt.")
     sampling = config.sampling
     limits = [own_limit(row, place, sampling.max_new_tokens) for place, row in located]
-    output.parent.mkdir(parents=True, exist_ok=True)
+    hosts.from_first(lambda: check_output(output))
     config = resolve(config)
     hosts.check_same_settings(config)
     sizes = hosts.from_first(lambda: mesh_sizes(config, training=False))

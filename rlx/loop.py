@@ -35,7 +35,7 @@ from rlx.report.metrics import MetricsWriter, Unwritten
 from rlx.report.progress import Progress, clock_time
 from rlx.resolve import mesh_sizes, resolve, with_mesh
 from rlx.room import check_state
-from rlx.run_folder import first_evaluation, run_folder
+from rlx.run_folder import first_evaluation, run_folder, seconds_so_far
 from rlx.scorers import load_reward_model
 from rlx.settings import Config
 from rlx.stepper import offline_stepper, online_stepper
@@ -73,13 +73,20 @@ def train(config: Config, stream: TextIOBase) -> dict[str, Any]:
     with on_mesh(sizes), Compilation() as compilation:
         config = with_mesh(config, sizes)
         check_state(config)
-        return _train(config, stream, compilation)
+        folder = hosts.from_first(lambda: run_folder(config))
+        try:
+            hosts.check_shared(folder)
+            return _train(config, folder, stream, compilation)
+        finally:
+            if hosts.first() and not config.run.dir:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()  # that of a run that ended before it wrote anything
 
 
-def _train(config: Config, stream: TextIOBase, compilation: Compilation) -> dict[str, Any]:
+def _train(
+    config: Config, folder: Path, stream: TextIOBase, compilation: Compilation
+) -> dict[str, Any]:
     begun = time.monotonic()
-    folder = hosts.from_first(lambda: run_folder(config))
-    hosts.check_shared(folder)
 
     # ---- the parts -------------------------------------------------------------------------
     keys = assemble.random_keys(config)
@@ -123,6 +130,7 @@ def _train(config: Config, stream: TextIOBase, compilation: Compilation) -> dict
             state = checkpoints.restore(shapes)
             step = int(state.step)
         before = hosts.from_first(lambda: first_evaluation(folder))
+        earlier = hosts.from_first(lambda: seconds_so_far(folder))
         if hosts.first():
             (folder / "config.yaml").write_text(resolved_yaml(config))
             writer = stack.enter_context(
@@ -215,7 +223,7 @@ def _train(config: Config, stream: TextIOBase, compilation: Compilation) -> dict
             "steps": step,
             "before": nest_greedy(before),
             "after": nest_greedy(after) if after else None,
-            "seconds": round(time.monotonic() - begun, 1),
+            "seconds": round(earlier + time.monotonic() - begun, 1),
             "compile_seconds": compilation.seconds(),
             "checkpoint": str(folder / "checkpoints" / str(step)),
             "hf": str(folder / "hf") if finished else None,

@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 from model.tokenizer import Tokenizer
 from rlx import hosts, ops
 from rlx.compilation import Compilation, give_back_memory
+from rlx.derived import terms
 from rlx.evaluate import Evaluation, told
 from rlx.prepare import Preview
 from rlx.report.metrics import MetricsWriter, Unwritten
@@ -17,6 +18,7 @@ from rlx.rewards.host import HostVerifier
 from rlx.samples import heldout_samples, training_samples
 from rlx.settings import Config
 from rlx.stepper import Stepper
+from rlx.term_rules import compares
 
 NONFINITE_STEPS = 5
 """So many successive steps without a finite gradient end the run."""
@@ -62,7 +64,9 @@ class Record:
         self.config, self.heldout, self.stepper = config, heldout, stepper
         self.tokenizer, self.writer, self.progress = tokenizer, writer, progress
         self.compilation = compilation
-        self.watch = Watch(progress.note)
+        # A penalty to the reference differs within every group.
+        groups = compares(terms(config)[0]) and config.reward.kl == "none"
+        self.watch = Watch(progress.note, groups=groups)
         self.nonfinite_steps = 0
         self._told_failure = self._told_compilation = False
         self._begun = self._compiled_before = 0.0

@@ -1,6 +1,10 @@
 """The folder of a run: where it is, whether a run can be resumed in it, and how that one began."""
 
+import contextlib
 import datetime
+import itertools
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +45,10 @@ def run_folder(config: Config) -> Path:
     """Where the run's files go. Raises BadInput where they can't: the folder holds another run, or,
     for a resume, none, or one that computed something else."""
     if not config.run.dir:
-        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        return Path("runs") / f"{config.run.name}-{stamp}"
+        return _new_folder(Path("runs"), config.run.name)
     folder = Path(config.run.dir)
+    if folder.exists() and not folder.is_dir():
+        raise BadInput(f"run.dir: expected a folder, or the name of a new one; {folder} is a file.")
     if config.run.resume:
         check_resume(config, folder)
     elif any((folder / name).exists() for name in ("config.yaml", "checkpoints")):
@@ -52,6 +57,16 @@ def run_folder(config: Config) -> Path:
             "another run.dir."
         )
     return folder
+
+
+def _new_folder(parent: Path, name: str) -> Path:
+    """A folder that is made here, so that two runs of one second have one each."""
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    for number in itertools.count(1):
+        folder = parent / (f"{name}-{stamp}" if number == 1 else f"{name}-{stamp}-{number}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
 
 
 def check_resume(config: Config, folder: Path) -> None:
@@ -71,6 +86,18 @@ def check_resume(config: Config, folder: Path) -> None:
     ]
     if changed:
         raise ConfigError(changed)
+
+
+def seconds_so_far(folder: Path) -> float:
+    """What the sessions before a resume took: as the last that ended in order said, or as the lines
+    of its steps add up to, where one was killed since."""
+    told, steps = 0.0, 0.0
+    if (folder / "summary.json").exists():
+        told = json.loads((folder / "summary.json").read_text())["seconds"]
+    if (folder / "metrics.jsonl").exists():
+        lines = read_lines(folder / "metrics.jsonl")
+        steps = math.fsum(line.get("seconds") or 0.0 for line in lines if line["kind"] == "train")
+    return max(told, steps)
 
 
 def first_evaluation(folder: Path) -> dict[str, Any] | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from model.errors import BadInput
-from rlx.files import write_atomically
+from rlx.files import check_output, write_atomically
 from rlx.rewards import VERIFIERS, Score
 from rlx.rewards.batch import batch_scorer
 from rlx.rewards.build import bind, typed_settings
@@ -48,6 +48,7 @@ def score_file(
     for place, row in located:
         if not isinstance(row.get("completion"), str):
             raise BadInput(f"{place}: expected a text `completion`, got {row.get('completion')!r}.")
+    check_output(output)
     rows = [row for _, row in located]
     scorer = batch_scorer(
         verifier, rows, workers=workers, seconds=seconds, memory_bytes=memory_bytes
@@ -58,7 +59,6 @@ def score_file(
         _verdict(result, place) for (place, _), result in zip(located, results, strict=True)
     ]
     lines = [row | verdict for (_, row), verdict in zip(located, verdicts, strict=True)]
-    output.parent.mkdir(parents=True, exist_ok=True)
     # json escapes to ASCII: a reader that cuts lines at U+2028 then finds none
     write_atomically(output, "".join(json.dumps(line) + "\n" for line in lines))
 

@@ -339,7 +339,10 @@ class EvalSettings(Section):
 class CheckpointSettings(Section):
     every: int = Field(100, ge=0, description="steps between checkpoints; 0: at the end only")
     keep: int = Field(2, ge=1, description="newest checkpoints kept")
-    keep_best: Flag = Field(True, description="keep the one with the best held-out score too")
+    keep_best: Flag = Field(
+        True,
+        description="keep the one with the best score too, of those saved at an evaluation",
+    )
 
 
 class LogSettings(Section):

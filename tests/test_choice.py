@@ -59,6 +59,8 @@ FORMS += [
     "B, not D",
     "A is wrong, so the answer is B. A car.",
 ]
+FORMS += [r"\boxed{B. two}", r"\boxed{\text{B. two}}", "B - two", "B – two", "B)two", "B.two"]
+FORMS += ["__B__", "_B_"]
 
 
 @pytest.mark.parametrize("text", FORMS)
@@ -96,7 +98,15 @@ WORDS = [
     "The answer is C. difficile",
     "The answer is a car",
 ]
-WORDS += ["THE ANSWER IS A CAR", "The answer is B's", "The answer is Bé", "two three"]
+WORDS += [
+    "B - three",
+    "Btwo",
+    "vitamin_B_12",
+    "THE ANSWER IS A CAR",
+    "The answer is B's",
+    "The answer is Bé",
+    "two three",
+]
 # full-width, Cyrillic, with a zero-width space, the long s
 LIKE_LETTERS = ["Ｂ", "В", "B\u200b", "\u200bB", "Answer: Ｂ", "ſ"]
 OTHERS = ["E", "Answer: E", "", " ", "**", "B" * 2000, "B" + " " * 1000 + "x"]
@@ -135,6 +145,8 @@ def test_without_a_block_the_last_line_counts():
     assert answered("The answer is B.\nNo, the answer is C.") == "C"
     assert answered("So the answer is\n\n(C)") == "C"
     assert answered("**Answer:**\nB") == "B"
+    assert answered("**Final Answer**\n\n\\boxed{B}") == "B"
+    assert answered("\\boxed{B}\nor not") is None
     assert answered("The answer is B.\nBut I am not sure of it.") is None
     assert answered("The answer is B. The answer is C.") is None
     assert answered("The answer is B.</think>\nI do not know.") is None

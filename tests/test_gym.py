@@ -136,6 +136,11 @@ def test_scorers_that_take_wrong_answers_are_held_to_the_question():
     coin = {"dataset": "coin_flip", "answer": "0.4375", "metadata": {}}
     given = ("0.4375", "7/16", "0.43752", "0", "0.4", "1e-9", "7/0", "half")
     assert [judged(a, coin).correct for a in given] == [True] * 3 + [False] * 5
+    # Of a NaN it takes the least of 1 and a NaN, which is 1.
+    complexes = {"dataset": "complex_arithmetic", "answer": "8.0 + 3.0i", "metadata": {}}
+    complexes["metadata"] = {"result": [8.0, 3.0]}
+    given = ("8.0 + 3.0i", "nan", "NaN", "nani", "nan+nani", "inf")
+    assert [judged(a, complexes).correct for a in given] == [True] + [False] * 5
     puzzle = {"dataset": "puzzle24", "answer": "1*7+8+9", "metadata": {"numbers": [1, 7, 8, 9]}}
     given = ("9+8+7*1", "8*3*1*1", "1*7+8+9+0", "8*(9-7+1)")
     assert [judged(a, puzzle).correct for a in given] == [True, False, False, True]

@@ -70,6 +70,18 @@ SAME = [
         ("52_8", "52"),
         ("4210_{5}", "4210_5"),
     ],
+    # what is left of a sum by rounding is 0
+    *[("0", r"\sin(\pi)"), ("0", r"e^{i\pi}+1"), ("0", r"\sqrt{2}-\sqrt{2}"), ("-1", r"\cos \pi")],
+    *[("2^{-150}", r"\frac{1}{2^{150}}"), (r"\emptyset", r"\{\}"), ("0.5", ".5"), ("2.5", "2+.5")],
+    # a calculation and its result
+    *[
+        ("18", r"9 \times 2 = 18"),
+        ("18", "9*2=18"),
+        ("4", r"\sqrt{16}=4"),
+        ("18", r"9\cdot 2 = 18"),
+    ],
+    *[("5", r"\mathbf{5}"), ("5", r"\text{5}"), ("12", r"\text{12 apples}"), ("1/2", "0.5 cup")],
+    *[("18", "$18 per day"), ("1,2,3", "1, 2, and 3"), ("1,2,3", r"1, 2, \text{ and } 3")],
 ]
 
 DIFFERENT = [
@@ -123,6 +135,21 @@ DIFFERENT = [
     (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 & 2 \end{pmatrix}"),
     (r"\frac{1}{2}", r"\frac{}{2}"),
     (r"f(x)", r"f(y)"),
+    # minus infinity agrees with no number, in no place
+    *[(gold, r"\ln 0") for gold in ("18", r"12\%", "x^2+1", r"\frac{\sqrt3}{2}", "f(x)=2x")],
+    *[("18", r"\log(0)"), ("18", r"\ln(1-1)"), ("18", r"|\ln 0|"), ("18", r"(\ln 0)^2")],
+    *[("(1,2)", r"(\ln 0,\ln 0)"), ("1,2", r"\ln 0, \ln 0"), ("5", r"\sqrt[\ln 0]{2}")],
+    # a factor beside which the rest would vanish
+    *[("y=2x+3", "10^{99}x=1"), ("x^2+y^2=25", "10^{99}x=1"), ("y^2=4x", "10^{50}t=1")],
+    *[("x+2y<4", "x-10^{99}<0"), (r"x\ne 3", r"10^{99}t\ne 1"), ("y=2x+3", "10^{99}x+y=1")],
+    *[(r"\frac{1}{2^{200}}", "0"), (r"\frac{1}{2^{200}}", r"\frac{1}{2^{300}}"), ("0", "10^{-50}")],
+    *[
+        ("52_8", "52_9^1"),
+        ("52_8", "52_8/6"),
+        ("52_8", "52_8+5"),
+        ("5", r"\{\}"),
+        (r"\sqrt{2}", ".0"),
+    ],
 ]
 
 

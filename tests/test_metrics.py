@@ -309,6 +309,15 @@ def test_a_run_that_learns_nothing_is_told_once_after_five_steps(metrics, words)
     assert words in notes[0] and "step 10" in notes[0]
 
 
+def test_equal_groups_are_no_news_where_nothing_is_compared_within_them():
+    """A group of one, as PPO has it, is never mixed."""
+    notes = []
+    watch = Watch(notes.append, groups=False)
+    for step in range(8):
+        watch.update(step, {"groups/all_equal": 1.0})
+    assert notes == []
+
+
 @pytest.mark.parametrize("name", ["unscored", "skipped"])
 def test_rows_without_a_score_and_skipped_updates_are_told_at_once(name):
     notes = []

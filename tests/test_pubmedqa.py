@@ -48,6 +48,7 @@ def test_faults_that_others_had(completion, answer):
 
 YES = ["yes", "YES", "Yes.", "**Yes**", '"yes"', "(yes)", r"\boxed{yes}", "The answer is: yes"]
 YES += ["Answer: yes", "the final answer is yes.", "yes, as the trial shows", "Yes! Yes."]
+YES += ["_yes_", "Yes - it is", "Yes (with caution)"]
 NONE = ["", " ", "not yes", "yes or no", "yes, no or maybe", "Maybe. There is no evidence", "yesno"]
 NONE += ["no evidence", "yes-no", "yes's", "It is yes", "ye\u200bs", "ｙｅｓ", "уes", "noé", "n o"]
 NONE += ["yes" * 1000, "yes " * 300, "no" + " " * 1000 + "x", "The answer is not yes"]

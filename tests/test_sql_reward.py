@@ -73,6 +73,7 @@ def test_the_stages_add_up_and_each_needs_the_one_before(judge):
         "SELECT 1; -- c",
         "```sql\nSELECT 1\n```",
         "```SQLITE\nSELECT 1;\n```",
+        "```sqlite3\nSELECT 1;\n```",
         "```\nSELECT 1```",
         "/* a; b */ SELECT 1 -- ; SELECT 2",
         "-- the query\nSELECT 1;;",

@@ -86,8 +86,8 @@ def test_a_folder_of_several_splits_is_refused(tmp_path):
 
 def test_what_is_no_json_number_reads_as_null(tmp_path):
     file = tmp_path / "rows.jsonl"
-    file.write_text('{"a": NaN, "b": -Infinity}')
-    assert read_rows(file) == [{"a": None, "b": None}]
+    file.write_text('{"a": NaN, "b": -Infinity, "c": 1e999}')
+    assert read_rows(file) == [{"a": None, "b": None, "c": None}]
 
 
 @pytest.mark.parametrize(
@@ -97,6 +97,7 @@ def test_what_is_no_json_number_reads_as_null(tmp_path):
         ("a.jsonl", b'{"a":1}\n[1]\n', r"a\.jsonl:2: expected a JSON object, got '\[1\]'"),
         ("a.jsonl", b'{"a":1}\n{"a":"\xff"}\n', r"a\.jsonl:2: this is not UTF-8"),
         ("a.jsonl", b"[" * 100_000, r"a\.jsonl:1: "),
+        ("a.jsonl", b'{"a":1,"b":2,"a":3}\n', r"a\.jsonl:1: 'a' stands there twice"),
         ("a.jsonl", b"\n\n", r"a\.jsonl holds no rows"),
         ("a.jsonl", b"", r"a\.jsonl holds no rows"),
         ("a.json", b'{"a":1}\n{"a":2}\n', r"a\.json: .*named \.jsonl"),

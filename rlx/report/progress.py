@@ -140,12 +140,13 @@ class Progress:
 class Watch:
     """Says aloud, once each, what lets a run succeed without having learnt.
 
-    Groups with equal rewards, and completions that are all cut, are told after `steps` successive
-    steps; rows that could not be scored, and skipped updates, at once.
+    Groups with equal rewards (where `groups`: what is learnt lies in differences within them), and
+    completions that are all cut, are told after `steps` successive steps; rows that could not be
+    scored, and skipped updates, at once.
     """
 
-    def __init__(self, note: Callable[[str], None], *, steps: int = 5):
-        self.note, self.steps = note, steps
+    def __init__(self, note: Callable[[str], None], *, groups: bool = True, steps: int = 5):
+        self.note, self.groups, self.steps = note, groups, steps
         self._run_of = {"equal": 0, "cut": 0}
         self._told: set[str] = set()
 
@@ -158,7 +159,8 @@ class Watch:
                 f"every completion of the last {self.steps} steps was cut by the length limit "
                 "before it stopped. Raise sampling.max_new_tokens.",
             )
-        if self._lasts("equal", values.get("groups/all_equal", 0.0) >= 1.0):
+        all_equal = self.groups and values.get("groups/all_equal", 0.0) >= 1.0
+        if self._lasts("equal", all_equal):
             if values.get("groups/all_right", 0.0) >= 1.0:
                 reason = "All were right: the task is too easy for this model, or is learnt."
             elif values.get("groups/all_wrong", 0.0) >= 1.0:

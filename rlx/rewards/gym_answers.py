@@ -5,7 +5,8 @@ answer to a data set of EXPRESSIONS must be an expression of a small grammar, an
 of LITERALS a literal, a bare word, or no expression at all (the usual case: `1 2 3` is none).
 
 Some scorers take wrong answers for right: `game_of_life_halting` any text, `coin_flip` the first
-digit, `puzzle24` other numbers than the given ones. Here these three are held to their questions.
+digit, `puzzle24` other numbers than the given ones, `complex_arithmetic` a NaN. Here these four are
+held to their questions.
 """
 
 import ast
@@ -49,6 +50,8 @@ def objection(name: str, answer: str, entry: Mapping) -> str:
     if name == "game_of_life_halting":
         same = answer.casefold() == str(entry["answer"]).casefold()
         return "" if same else f"the answer is not {entry['answer']}"
+    if name == "complex_arithmetic" and re.search(r"nan|inf", answer.casefold()):
+        return "the answer is no number"
     if name == "coin_flip":
         return _other_number(answer, entry["answer"])
     if name not in EXPRESSIONS:

@@ -19,7 +19,14 @@ _OPENING, _CLOSING = r"[\[({\"'“‘]{0,4}", r"[\])}\"'”’]{0,4}"
 _PREFIX = r"(?:(?:the |my |final |correct ){0,3}answer ?:? )?(?:option |choice )?"
 _SPACE = re.compile(r"\s+")
 # emphasis, mathematics and code; what they hold stays
-_MARKUP = re.compile(r"[*`$]|\\(?:boxed|text|textbf|mathrm|mathbf)\b|\\[()\[\]]")
+_SET = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\s?\{([^{}]*)\}")
+_MARKUP = re.compile(
+    r"[*`$]|\\(?:boxed|text|textbf|mathrm|mathbf)\b|\\[()\[\]]"
+    r"|(?<![A-Za-z0-9])_{1,2}(?=\S)|(?<=\S)_{1,2}(?![A-Za-z0-9])"
+)
+_BOX = re.compile(r"[\s*$\\(\[]*\\boxed\s?\{.*\}[\s*$.\\)\]]*")
+# with the option's own words behind it
+_BEFORE_TEXT = re.compile(r"[\[(]?([A-Za-z])(?![A-Za-z0-9])[\])]? ?[-–—:.)]? ?")
 
 _BARE = re.compile(rf"{_PREFIX}{_OPENING}([a-z]){_CLOSING}[.:,;!]?{_CLOSING}", _FLAGS)
 _LABEL = re.compile(
@@ -86,6 +93,8 @@ def one_of(named: Sequence[str], options: Collection[str]) -> str:
 
 def plain(text: str) -> str:
     """The text without markup, in one line."""
+    for _ in range(3):  # \\boxed{\\text{B}}
+        text = _SET.sub(r"\1", text)
     return _SPACE.sub(" ", _MARKUP.sub("", text)).strip()
 
 
@@ -100,6 +109,8 @@ def _named_at_end(text: str, options: Mapping[str, str]) -> list[str]:
     lines = end[-MAX_CHARACTERS:].split("\n")
     if len(lines) == 1 and len(end) <= MAX_CHARACTERS and (named := _named(end, options)):
         return named
+    if len(lines) > 1 and len(end) <= MAX_CHARACTERS and _BOX.fullmatch(lines[-1]):
+        return _named(lines[-1], options)
     # a statement may begin above the last line: `Answer:`, and below it the letter
     tail = plain("\n".join(lines[-3:]))
     named = _stated(tail, options, len(tail) - len(plain(lines[-1])))
@@ -119,9 +130,9 @@ def _named(answer: str, options: Mapping[str, str]) -> list[str]:
         return same
     if bare:
         return [bare[1].upper()]
-    first, _, rest = text.partition(" ")
-    if first in options and folded(rest) == folded(options[first]):
-        return [first]
+    first = _BEFORE_TEXT.match(text)
+    if first and folded(text[first.end() :]) == folded(options.get(first[1].upper(), "")) != "":
+        return [first[1].upper()]
     named = []
     label = _LABEL.match(text)
     if label and _is_label(label[2], label[3], text[label.end() :].strip(), options):

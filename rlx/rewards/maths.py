@@ -124,6 +124,9 @@ def verdict(gold: maths_answer.Answer, answer: str | None, extraction: str) -> t
             return True, "correct"
     except Unreadable as unreadable:
         return False, str(unreadable)
+    except (ArithmeticError, IndexError, ValueError) as error:
+        maths_equal.equal(gold, maths_answer.read("0"))  # else it is the gold one's fault
+        return False, f"the answer cannot be read: {type(error).__name__}: {error!s:.200}"
     return False, f"the answer {_shown(answer.strip())!r} is not {gold.text!r}"
 
 
@@ -152,6 +155,8 @@ def last_hashes(text: str) -> Found:
     start = marks[-1].end()
     end = text.find("\n", start)
     line = text[start : len(text) if end < 0 else end].strip()
+    if line.endswith("**") and line.count("**") == 1:  # **#### 18**
+        line = line[:-2].rstrip()
     return Found(line, bool(line) and len(marks) == 1, start + len(line))
 
 

@@ -21,11 +21,15 @@ from rlx.rewards.maths_text import Unreadable, clean, enclosed, pieces
 
 MAX_PARTS = 30
 
-_LIST = re.compile(r",|;|\\text\{\s*,?\s*(?:and|or)\s*\}|\\cup(?![a-zA-Z])|(?<= )(?:and|or)(?= )")
+_LIST = re.compile(
+    r",\s*(?:\\text\{\s*(?:and|or)\s*\}|(?:and|or)(?= ))|,|;"
+    r"|\\text\{\s*,?\s*(?:and|or)\s*\}|\\cup(?![a-zA-Z])|(?<= )(?:and|or)(?= )"
+)
 _COMMA = re.compile(r"[,;]")
 _APPROXIMATELY = re.compile(r"\\(?:approx|simeq|doteq)(?![a-zA-Z])")
 _SUBSCRIPT = re.compile(r"_(?:\{\w+\}|\w)")
 _RELATION = re.compile(r"=|<|>|\\(?:le|ge|ne|in)(?![a-zA-Z])")
+_ARITHMETIC = re.compile(r"\\(?:frac|sqrt|cdot|times|div|pi)(?![a-zA-Z])")
 _FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 _MATRIX = re.compile(r"\\begin\{([bpvBV]?matrix|array)\}(?:\{[clr| ]*\})?(.*)\\end\{\1\}", re.S)
 _BASED = re.compile(r"([0-9A-F]+)_(?:\{(?:\\text\{)?([0-9]+)\}?\}|([0-9]+))")
@@ -49,6 +53,7 @@ _UNIT = re.compile(
 _ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z]).*°$")
 _SHORT_UNITS = re.compile(
     r"cm|mm|km|dm|ft|in|yd|mi|kg|mg|lbs?|oz|ml|hrs?|mins?|sec|[mk]ph|kmh|sq|cu|usd|km/h|m/s|deg"
+    r"|cups?|[ap]m|per"
 )
 _NUMERALS = re.compile(
     r"hundred|thousand|million|billion|trillion|dozen|score|half|halves|thirds?|fourths?|quarters?"
@@ -159,7 +164,7 @@ def _read_relation(text: str) -> Answer:
         if _NAME.fullmatch(first) or not re.search("[0-9]", _SUBSCRIPT.sub("", first)):
             inner = _read(last)
             return inner if inner.name else inner._replace(name=first)
-        if not re.search("[A-Za-z]", _TEXT.sub("", first).replace(r"\frac", "")):
+        if not re.search("[A-Za-z]", _ARITHMETIC.sub("", _TEXT.sub("", first))):
             return _read(last)  # 2 + 3 = 5
     if signs == [r"\in"] and _NAME.fullmatch(first):
         return _read(last)._replace(name=first)

@@ -36,8 +36,9 @@ def equal(gold: Answer, answer: Answer) -> bool:
     if kinds == {"words", "value"}:  # `no` was read as the product of its letters
         return squeezed(gold.text).casefold() == squeezed(answer.text).casefold()
     if gold.kind == "based" and answer.kind in ("based", "value"):
-        same = gold.text.split("_")[0] == answer.text.split("_")[0]
-        return same and answer.mark in (gold.mark, "")
+        digits, *base = answer.text.rstrip(".").split("_")
+        same_base = answer.kind == "based" and answer.mark == gold.mark
+        return digits == gold.text.split("_")[0] and (same_base or not base)
     if kinds == {"list", "bracket"}:
         bracket = gold if gold.kind == "bracket" else answer
         bare = answer if gold.kind == "bracket" else gold
@@ -45,6 +46,8 @@ def equal(gold: Answer, answer: Answer) -> bool:
     if kinds == {"list", "value"}:
         parts = gold.parts or answer.parts
         other = answer if gold.kind == "list" else gold
+        if not parts:
+            return other.text == r"\emptyset"
         pair = (parts[0], other) if gold.kind == "list" else (other, parts[0])
         return len(parts) == 1 and equal(*pair)
     if len(kinds) > 1:
@@ -126,6 +129,8 @@ def _equal_relations(gold: Answer, answer: Answer) -> bool:
     values = _evaluated(*(side.parts[0].text for side in sides))
     if values is None:
         return maths_other.equal(gold.text, answer.text)
+    if values[0].letters != values[1].letters:
+        return False
     pairs = list(zip(values[0].at, values[1].at, strict=True))
     if any(a == 0 or b == 0 for a, b in pairs):
         return False

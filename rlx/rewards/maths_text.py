@@ -53,6 +53,8 @@ _REWRITES = tuple(
             r"\\(?:mbox|mathrm|mathbf|textbf|textit|textrm|mathit|operatorname|hbox)\s*+\{",
             r"\\text{",
         ),
+        (r"\\text\{\s*(-?[0-9][0-9.,/]*)\s*\}", r"\1"),
+        (r"\\text\{\s*(-?[0-9][0-9.,/]*)\s+(?=[A-Za-z])", r"\1 \\text{"),
         (r"\\langle(?![a-zA-Z])", "("),
         (r"\\rangle(?![a-zA-Z])", ")"),
         (r"\\(?:varnothing)(?![a-zA-Z])", r"\\emptyset"),

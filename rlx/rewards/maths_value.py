@@ -21,6 +21,8 @@ from rlx.rewards.maths_text import Unreadable
 DIGITS = 50
 AGREEMENT = 40
 """Digits in which equal values agree."""
+CANCELLED = 44
+"""A sum that is smaller than its terms by so many digits is 0."""
 LARGEST_EXPONENT = 2000
 LARGEST_BITS = 40_000
 """Of a power: towers of powers end here."""
@@ -80,8 +82,8 @@ def values(text: str) -> Values:
 
 
 def close(a: Any, b: Any) -> bool:
-    """Whether two values agree in all digits that count."""
-    return abs(a - b) <= max(abs(a), abs(b), 1) * _mp().mpf(10) ** -AGREEMENT
+    """Whether two values agree in all digits that count. Only 0 agrees with 0."""
+    return abs(a - b) <= max(abs(a), abs(b)) * _mp().mpf(10) ** -AGREEMENT
 
 
 def rounds_to(value: Any, decimal: str) -> bool:
@@ -142,14 +144,25 @@ class _Evaluation:
         value = self.expression()
         if self.token:
             raise Unreadable(f"{self.token!r} stands where an operator or the end should")
+        return self.finite(value)
+
+    def finite(self, value: Any) -> Any:
+        if not self.mp.isfinite(value):
+            raise Unreadable("the answer is infinite, or has no value")
         return value
 
     def expression(self) -> Any:
         value = self.term()
+        largest = abs(value)
         while operator := self.take("+", "-"):
             other = self.term()
+            largest = max(largest, abs(other))
             value = value + other if operator == "+" else value - other
-        return value
+        return self.without_residue(value, largest)
+
+    def without_residue(self, value: Any, size: Any) -> Any:
+        """0 where what is left is what rounding left of terms of this size."""
+        return self.mp.mpc(0) if abs(value) < size * self.mp.mpf(10) ** -CANCELLED else value
 
     def term(self) -> Any:
         value = self.power()
@@ -190,7 +203,7 @@ class _Evaluation:
         token = self.token
         self.place += 1
         if token[:1].isdigit() or token.startswith("."):
-            return self.mp.mpc(token) + self.mixed_part(token)
+            return self.mp.mpc(f"0{token}") + self.mixed_part(token)
         if token in ("(", "[", "{", r"\{"):
             value = self.expression()
             self.need(_CLOSING[token])
@@ -283,7 +296,9 @@ class _Evaluation:
                 value = self.quotient(value, self.mp.ln(base))
         except (ZeroDivisionError, ValueError) as error:
             raise Unreadable("a function has no value there") from error
-        value = self.mp.mpc(value)
+        value = self.finite(self.mp.mpc(value))
+        if name in _PERIODIC:  # sin(pi)
+            value = self.without_residue(value, min(1, abs(argument)))
         return value if exponent is None else self.raised(value, exponent)
 
     def quotient(self, a: Any, b: Any) -> Any:

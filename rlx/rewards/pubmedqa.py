@@ -29,7 +29,7 @@ _FLAGS = re.IGNORECASE | re.ASCII
 _LABEL = re.compile(r"(?<![\w'’\-\u00c0-\u052f])(yes|no|maybe)(?![\w'’\-\u00c0-\u052f])", _FLAGS)
 _FIRST = re.compile(
     r"(?:(?:the |my |final |correct ){0,3}answer(?: ?:| is:?) )?[\[({\"'“‘]{0,4}"
-    r"(?P<label>yes|no|maybe)[\])}\"'”’]{0,4}(?=[.,;:!?—–]|$)",
+    r"(?P<label>yes|no|maybe)[\])}\"'”’]{0,4}(?=[.,;:!?—–]| [-–—(]|$)",
     _FLAGS,
 )
 

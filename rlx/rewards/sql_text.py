@@ -20,7 +20,7 @@ _TOKEN = re.compile(
     |(?P<mark>.)""",
     re.VERBOSE | re.DOTALL,
 )
-_FENCE = re.compile(r"```(?:sqlite|sql)?[ \t]*\n?((?:(?!```).)*+)```", re.DOTALL | re.IGNORECASE)
+_FENCE = re.compile(r"```(?:sqlite3?|sql)?[ \t]*\n?((?:(?!```).)*+)```", re.DOTALL | re.IGNORECASE)
 _QUERIES = frozenset({"SELECT", "VALUES"})
 # what may follow the tables of a WITH
 _VERBS = _QUERIES | {"INSERT", "UPDATE", "DELETE", "REPLACE"}

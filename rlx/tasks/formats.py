@@ -8,7 +8,9 @@ import csv
 import gzip
 import io
 import json
+import math
 import zlib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +159,12 @@ def _text(content: bytes) -> str:
 def _parse(content: bytes) -> Any:
     try:
         # NaN and the infinities are no JSON, though common in files; they read as null
-        return json.loads(_text(content), parse_constant=lambda _: None)
+        return json.loads(
+            _text(content),
+            parse_constant=lambda _: None,
+            parse_float=_finite,
+            object_pairs_hook=_each_once,
+        )
     except BadInput:
         raise
     except (ValueError, RecursionError) as error:
@@ -165,6 +172,19 @@ def _parse(content: bytes) -> Any:
         if "Extra data" in message:
             message += "; a file with one object a line is to be named .jsonl"
         raise BadInput(f"this is not JSON ({message}).") from error
+
+
+def _finite(text: str) -> float | None:
+    number = float(text)
+    return number if math.isfinite(number) else None  # 1e999
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+        raise BadInput(f"{', '.join(map(repr, twice))} stands there twice.")
+    return row
 
 
 def _object(line: bytes) -> dict | BadInput:
