@@ -95,7 +95,10 @@ def test_a_failed_save_ends_in_an_error(tmp_path):
     with pytest.raises(Exception, match=r"checkpoints|directory|exist"):
         kept.save(state_at(2), None)
         kept.wait()
-    assert not [thread for thread in set(threading.enumerate()) - before if not thread.daemon]
+    left = [thread for thread in set(threading.enumerate()) - before if not thread.daemon]
+    for thread in left:
+        thread.join(20)
+    assert not [thread for thread in left if thread.is_alive()]
 
 
 KILLED = """
