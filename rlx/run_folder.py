@@ -89,7 +89,7 @@ def check_resume(config: Config, folder: Path) -> None:
 
 
 def seconds_so_far(folder: Path) -> float:
-    """What the sessions before a resume took: as the last that ended in order said, or as the lines
+    """What a run took before it is resumed: as its last orderly end told it, or as the lines
     of its steps add up to, where one was killed since."""
     told, steps = 0.0, 0.0
     if (folder / "summary.json").exists():

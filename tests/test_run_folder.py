@@ -25,8 +25,8 @@ def test_a_file_is_no_folder(tmp_path):
 
 
 @pytest.mark.parametrize(("told", "seconds"), [(None, 7.0), (60.0, 60.0), (5.0, 7.0)])
-def test_time_goes_on_from_the_sessions_before(tmp_path, told, seconds):
-    """A summary of 60 s is of a session with evaluations; one of 5 s is older than the steps."""
+def test_time_goes_on_where_a_run_is_resumed(tmp_path, told, seconds):
+    """A summary of 60 s has evaluations in it; one of 5 s is older than the steps."""
     assert seconds_so_far(tmp_path) == 0.0
     steps = [{"kind": "eval", "step": 0}]
     steps += [{"kind": "train", "step": 1, "seconds": s} for s in (3.0, 4.0)]
