@@ -21,12 +21,12 @@ from model.device import Device, made_for
 from model.errors import BadInput
 from model.parameters import parameter_count
 from rlx.cost import Cost, cost
-from rlx.derived import needs_critic, offline, reads_whole_rows, rows
+from rlx.derived import offline, reads_whole_rows, rows
 from rlx.fits import Usage, usage
 from rlx.mesh import Hardware, Sizes, choose, layouts, obstacles, on_mesh
 from rlx.plan_programs import Planned, programs
 from rlx.plan_shapes import Places, model_shape
-from rlx.resolve import SMALL_PARAMETERS, resolve, with_mesh
+from rlx.resolve import SMALL_PARAMETERS, model_paths, resolve, with_mesh
 from rlx.roofline import Seconds, beyond, seconds
 from rlx.settings import Config
 from rlx.topology import Topology, abstract_devices
@@ -123,12 +123,7 @@ def prepared(config: Config, topology: Topology) -> tuple[Config, tuple[str, ...
 
 def shapes_of(config: Config) -> list[ModelConfig]:
     """Of all models that a mesh divides, the policy first."""
-    paths = {"model.path": config.model.path}
-    if needs_critic(config) and config.critic.kind == "model" and config.critic.path:
-        paths["critic.path"] = config.critic.path
-    if config.reward.source == "model":
-        paths["reward.model"] = config.reward.model
-    return [model_shape(path, setting)[0] for setting, path in paths.items()]
+    return [model_shape(path, setting)[0] for setting, path in model_paths(config).items()]
 
 
 class Planner:

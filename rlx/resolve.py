@@ -43,13 +43,19 @@ def resolve(config: Config) -> Config:
 
 def mesh_sizes(config: Config, *, training: bool = True) -> Sizes:
     """The mesh of a run on this machine's devices. Raises BadInput where there can be none."""
-    folders = [checkpoint_folder(config.model.path)]
-    if training and needs_critic(config) and config.critic.kind == "model" and config.critic.path:
-        folders.append(checkpoint_folder(config.critic.path, "critic.path"))
-    if config.reward.source == "model":
-        folders.append(checkpoint_folder(config.reward.model, "reward.model"))
-    shapes = list(map(read_config, folders))
+    paths = model_paths(config, training=training)
+    shapes = [read_config(checkpoint_folder(path, setting)) for setting, path in paths.items()]
     return choose(config, shapes, parameter_count(shapes[0]), this_hardware(), training=training)
+
+
+def model_paths(config: Config, *, training: bool = True) -> dict[str, str]:
+    """Of all models that a mesh divides, by their settings, the policy first."""
+    paths = {"model.path": config.model.path}
+    if training and needs_critic(config) and config.critic.kind == "model" and config.critic.path:
+        paths["critic.path"] = config.critic.path
+    if config.reward.source == "model":
+        paths["reward.model"] = config.reward.model
+    return paths
 
 
 def with_mesh(config: Config, sizes: Sizes) -> Config:
