@@ -101,8 +101,9 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     from rlx.commands import evaluate as run
     from rlx.config import load
 
-    known = ("run", "model", *ADAPTER, "task", "sampling", *VERIFYING, "eval", "mesh", "hosts")
-    config = load(options.config or DEFAULT_CONFIG, given(options, *known))
+    unread = ("eval.every", "eval.problems")  # of evaluation in the course of a run
+    known = ("run.seed", "model", *ADAPTER, "task", "sampling", *VERIFYING, "eval", "mesh", "hosts")
+    config = load(options.config or DEFAULT_CONFIG, given(options, *known, unread=unread))
     with joined(config.hosts):
         result = run(config)
     if not options.json:
@@ -117,7 +118,7 @@ def generate(options: argparse.Namespace) -> dict[str, Any]:
     from rlx.config import load
 
     unread = ("sampling.long_prompts",)  # a prompt that is too long is always refused
-    known = ("run", "model", *ADAPTER, "sampling", "mesh", "hosts")
+    known = ("run.seed", "model", *ADAPTER, "sampling", "mesh", "hosts")
     config = load(options.config, given(options, *known, unread=unread))
     with joined(config.hosts):
         result = run(config, options.input, options.output, options.n)
@@ -144,7 +145,15 @@ def data(options: argparse.Namespace) -> dict[str, Any]:
     limits = [f"sampling.{key}" for key in ("max_prompt_tokens", "max_new_tokens", "long_prompts")]
     settings = given(
         options,
-        *("run.seed", "model.path", "task", *limits, "algorithm.name", "algorithm.terms"),
+        *(
+            "run.seed",
+            "model.path",
+            "model.chat_template_kwargs",
+            "task",
+            *limits,
+            "algorithm.name",
+            "algorithm.terms",
+        ),
         *VERIFYING,
     )
     result = inspect(load(options.config or DEFAULT_CONFIG, settings), options.show)

@@ -72,12 +72,22 @@ INERT = {
 }
 """Fields that change nothing here: at the values listed, or at any."""
 
+INERT_OF_EXPERTS = {
+    # Written by Qwen3-Coder; transformers reads none of them.
+    "qkv_bias": (False,),
+    "use_qk_norm": (True,),
+    "shared_expert_intermediate_size": (0, None),
+}
+
 
 def refused(config: Mapping[str, Any], family: str) -> list[str]:
     """What the fields that shape nothing here, or that nobody knows, have against them."""
     # The field does not exist in Qwen2, whose biases are fixed.
     used = {*USED} if family == "qwen2" else {*USED, "attention_bias"}
-    used |= {*USED_OF_EXPERTS} if family == "qwen3_moe" else set()
+    inert = INERT
+    if family == "qwen3_moe":
+        used |= {*USED_OF_EXPERTS}
+        inert = INERT | INERT_OF_EXPERTS
     faults = []
     named = config.get("architectures")
     if named == [SCORERS[family]]:
@@ -88,12 +98,12 @@ def refused(config: Mapping[str, Any], family: str) -> list[str]:
             f"model, and is {named!r}"
         )
     for name, value in config.items():
-        if name in used or INERT.get(name) is ANY:
+        if name in used or inert.get(name) is ANY:
             continue
-        if name in INERT and value not in INERT[name]:
-            allowed = " or ".join(map(repr, INERT[name]))
+        if name in inert and value not in inert[name]:
+            allowed = " or ".join(map(repr, inert[name]))
             faults.append(f"{name} is supported at {allowed} only, and is {value!r}")
-    unknown = sorted(set(config) - used - set(INERT))
+    unknown = sorted(set(config) - used - set(inert))
     if unknown:
         faults.append(f"unknown fields, which may change the model: {', '.join(unknown)}")
     return faults

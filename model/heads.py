@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from model.attention import MASKED
+from model.attention import MASKED, Context
 from model.chunked_softmax import chosen_and_entropy
 from model.config import ModelConfig
 from model.moe import LOADS, Load
@@ -145,22 +145,31 @@ def stream_outputs(
 ) -> Outputs:
     """`completion_outputs` of the rows of a stream, or of streams side by side. Beyond a row's end
     stands garbage; the value after its last token only where the row is laid out with one more."""
-    where = (stream.tokens, stream.positions, stream.context)
-    hidden, load = _hidden_and_load(model, params, *where)
+    hidden, load = _hidden_and_load(model, params, *_text(stream))
     logprobs, entropy = policy_logprobs(
         model, params, hidden, stream.targets, temperature, stream.predicts
     )
+    has_head = "value_head" in params
+    values = head_values(params, hidden) if has_head else jnp.zeros(hidden.shape[:2], jnp.float32)
+    logprobs, entropy, values = (
+        _by_row(x, stream, places, width) for x in (logprobs, entropy, values)
+    )
+    return Outputs(logprobs[:, :-1], entropy[:, :-1], values, load)
+
+
+def _text(stream: Stream) -> tuple[Int[Array, "B S"], Int[Array, "B S"], Context]:
+    return stream.tokens, stream.positions, stream.context
+
+
+def _by_row(
+    x: Float[Array, "..."], stream: Stream, places: Places, width: int
+) -> Float[Array, "B {width}+1"]:
+    """What stands at each row's columns in its stream."""
     streams = stream.context.prompt_blocks.shape[0]
     columns = apart(places.starts, streams)[..., None] + jnp.arange(width + 1)
     columns = jnp.minimum(columns, stream.tokens.size // streams - 1)
-
-    def by_row(x):
-        rows = each_shard(lambda x, columns: x[columns], x.reshape(streams, -1), columns)
-        return constrain(together(rows), "batch")
-
-    has_head = "value_head" in params
-    values = head_values(params, hidden) if has_head else jnp.zeros(hidden.shape[:2], jnp.float32)
-    return Outputs(by_row(logprobs)[:, :-1], by_row(entropy)[:, :-1], by_row(values), load)
+    rows = each_shard(lambda x, columns: x[columns], x.reshape(streams, -1), columns)
+    return constrain(together(rows), "batch")
 
 
 def with_value_head(config: ModelConfig, params: PyTree) -> PyTree:
@@ -194,6 +203,15 @@ def state_values(
     """
     hidden = model.apply({"params": params}, tokens, positions)
     return head_values(params, hidden[:, -width - 1 :])
+
+
+def stream_values(
+    model: Qwen, params: PyTree, stream: Stream, places: Places, width: int
+) -> Float[Array, "B {width}+1"]:
+    """`state_values` of the rows of a stream, as `stream_outputs` has them. It needs no other
+    head."""
+    hidden = model.apply({"params": params}, *_text(stream))
+    return _by_row(head_values(params, hidden), stream, places, width)
 
 
 def last_scores(

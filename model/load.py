@@ -155,7 +155,8 @@ def write_whole(
     `folder` and renamed at the end, so that a partial export never looks whole. An earlier
     checkpoint at `folder` is replaced; another folder is refused.
     """
-    folder, source = Path(folder).absolute(), Path(source).absolute()
+    # Renamed is the folder, and not a link to it.
+    folder, source = Path(folder).resolve(), Path(source).absolute()
     if not source.is_dir():
         raise CheckpointError(f"There is no checkpoint folder {source} to take the tokenizer from.")
     if source.resolve().is_relative_to(folder.resolve()):

@@ -73,7 +73,7 @@ def save_adapters(
     as PEFT does a classifier's head. All is written beside `folder` and renamed at the end; an
     earlier adapter at `folder` is replaced, another folder is refused.
     """
-    folder = Path(folder).absolute()
+    folder = Path(folder).resolve()
     if folder.exists() and not (folder / CONFIG).is_file() and any(folder.iterdir()):
         raise CheckpointError(
             f"The adapter's folder {folder} holds something that is no adapter; it would be lost."

@@ -161,6 +161,9 @@ def read_rope(config: Mapping[str, Any], positions: int, faults: list[str]) -> R
         if settings.get("rope_theta") is not None:
             bases[f"{name}.rope_theta"] = settings["rope_theta"]
         scalings[name] = _scaling(name, settings, positions, faults)
+    if scalings.get("rope_scaling") is not None and scalings.get("rope_parameters", ...) is None:
+        # A checkpoint that is stretched by hand, in the older spelling: it decides there.
+        del scalings["rope_parameters"]
     for name, base in bases.items():
         if not _is_number(base) or base <= 0:
             faults.append(f"{name} must be a positive number, and is {base!r}")

@@ -1,19 +1,25 @@
 """Text to token ids and back, as the checkpoint's own tokenizer and chat template do it."""
 
-import json
+import functools
+import inspect
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import tokenizers
 from jinja2.exceptions import TemplateError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from model.config import CheckpointError, ModelConfig, read_json
 from model.errors import BadInput
+from model.tokenizer_files import read_inner, read_stop_ids
 
-PROBE = "Hello  world,\n\n\tit's 3.14 (a+b)*c = 1234567?\r\n  Größe, e\u0301, 中文。 def f(x): "
-"""Runs of spaces, digits, contractions, accents: where one kind of tokenizer gives away another."""
+PINNED = {"date_string": "26 Jul 2024"}
+"""Arguments of templates that would otherwise read the clock: a prompt must be the same tomorrow.
+The date is Llama 3's own where it has no clock."""
+
+OPENED = re.compile(r"(<[^<>|/\s]+>)\s*\Z")
+"""The block that a generation prompt opens: R1's and QwQ's end in `<think>`."""
 
 
 class ChatText(NamedTuple):
@@ -27,8 +33,14 @@ class ChatText(NamedTuple):
 class Tokenizer:
     """A checkpoint's tokenizer, with the ids that end a text."""
 
-    def __init__(self, inner: PreTrainedTokenizerBase, stop_ids: Sequence[int] = ()):
-        """`stop_ids` are those beside the tokenizer's own end of text."""
+    def __init__(
+        self,
+        inner: PreTrainedTokenizerBase,
+        stop_ids: Sequence[int] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+    ):
+        """`stop_ids` are those beside the tokenizer's own end of text; `template_kwargs` go to the
+        chat template, as Qwen3's `enable_thinking`."""
         vocabulary = inner.get_vocab()
         stops = set(stop_ids)
         if inner.eos_token_id is not None:
@@ -37,13 +49,14 @@ class Tokenizer:
         if "<|im_end|>" in vocabulary and "<|im_end|>" in str(inner.chat_template or ""):
             stops.add(vocabulary["<|im_end|>"])
         self.inner = inner
+        self.template_kwargs = PINNED | self._checked(template_kwargs or {})
         self.stop_ids: tuple[int, ...] = tuple(sorted(stops))
         self._length = max(vocabulary.values()) + 1
         # Padding is known by position, never by id; any id in range serves.
         self.end_id: int | None = (
             self.stop_ids[-1] if inner.eos_token_id is None and stops else inner.eos_token_id
         )
-        """The stop token that ends a worked completion; None where there is none."""
+        """The stop token that ends a text; None where there is none."""
         self.pad_id: int = next(
             id for id in (inner.pad_token_id, inner.eos_token_id, 0) if id is not None
         )
@@ -52,6 +65,18 @@ class Tokenizer:
             raise CheckpointError(
                 f"The stop or padding ids {beyond} are none of the tokenizer's {self._length} ids."
             )
+
+    def _checked(self, template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises BadInput for a name that the template does not read, or that is not for it."""
+        own = inspect.signature(self.inner.apply_chat_template).parameters
+        for name in template_kwargs:
+            read = re.search(rf"\b{re.escape(name)}\b", str(self.inner.chat_template or ""))
+            if name in own or not read:
+                raise BadInput(
+                    "chat_template_kwargs: expected names that the chat template reads; came "
+                    f"{name}."
+                )
+        return dict(template_kwargs)
 
     def __len__(self) -> int:
         """How many ids there are: one more than the largest, added tokens included."""
@@ -64,22 +89,26 @@ class Tokenizer:
         """
         return list(self.inner.encode(text, add_special_tokens=False))
 
-    def encode_prompt(
-        self, prompt: str | Sequence[Mapping[str, str]], **template_arguments: Any
-    ) -> list[int]:
+    def encode_prompt(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
         """The ids of a prompt: text as it is, chat messages through the chat template.
 
-        Messages that end with the assistant's are continued from where that message ends. Further
-        arguments, such as Qwen3's `enable_thinking`, go to the template. Raises `BadInput` for a
-        prompt that comes to no ids, and for messages without a template.
+        Text begins with the token that the tokenizer begins every text with, if there is one
+        (Llama's does). Messages that end with the assistant's are continued from where that message
+        ends. Raises `BadInput` for a prompt that comes to no ids, and for messages without a
+        template.
         """
-        text = prompt if isinstance(prompt, str) else self.render(prompt, **template_arguments)
-        ids = self.encode(text)
+        if isinstance(prompt, str):
+            ids = self.encode(prompt)
+            start = self.inner.encode("")[:1]
+            if start == [self.inner.bos_token_id] != ids[:1]:
+                ids = [*start, *ids]
+        else:
+            ids = self.encode(self.render(prompt))
         if not ids:
             raise BadInput(f"The prompt {prompt!r} comes to no tokens at all.")
         return ids
 
-    def render(self, messages: Sequence[Mapping[str, str]], **template_arguments: Any) -> str:
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The text that the chat template makes of the messages, up to where the model goes on."""
         _check_messages(messages)
         chat = [dict(message) for message in messages]
@@ -88,7 +117,12 @@ class Tokenizer:
         prefill = chat.pop()["content"] if chat[-1]["role"] == "assistant" else ""
         if not chat:
             raise BadInput("The chat holds nothing but the start of the assistant's answer.")
-        return self._template(chat, add_generation_prompt=True, **template_arguments) + prefill
+        header = self._template(chat, add_generation_prompt=True)
+        opened = OPENED.search(header)
+        if opened and opened[1] in prefill:
+            # Only one of the two may open the block.
+            header = header[: opened.start()]
+        return header + prefill
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[ChatText]:
         """A finished conversation, to learn its assistant turns from: one text, as a rule.
@@ -101,6 +135,7 @@ class Tokenizer:
         Raises BadInput where no message is the assistant's, or where one answers nothing.
         """
         _check_messages(messages)
+        self._check_seams()
         texts: list[ChatText] = []
         past = ""  # what the ids of the last of `texts` stand for
         for place, message in enumerate(messages):
@@ -128,8 +163,11 @@ class Tokenizer:
 
         After chat messages, as the template writes it; after text or a prefill, as it stands.
         """
-        if isinstance(prompt, str) or prompt[-1]["role"] == "assistant":
-            return self._ended(answer)
+        self._check_seams()
+        if isinstance(prompt, str):
+            return self._ended(answer, self.end_id)
+        if prompt[-1]["role"] == "assistant":
+            return self._ended(answer, self._turn_end)
         message = {"role": "assistant", "content": answer}
         return self._answer(self.render(prompt), [*prompt, message])[1]
 
@@ -145,15 +183,39 @@ class Tokenizer:
         end = min((turn.index(stop) + len(stop) for stop in stops if stop in turn), default=0)
         if end:
             return turn[:end], self.encode(turn[:end])
-        content = messages[-1]["content"]
-        return content + self.decode([self.end_id]), self._ended(content)
+        content, opened = messages[-1]["content"], OPENED.search(prompt)
+        if opened and content.lstrip().startswith(opened[1]):
+            content = content.lstrip().removeprefix(opened[1]).lstrip("\n")
+        return content + self.decode([self.end_id]), self._ended(content, self.end_id)
 
-    def _ended(self, text: str) -> list[int]:
+    @functools.cached_property
+    def _turn_end(self) -> int:
+        """The stop token with which the template ends an answer. A base model's tokenizer ends a
+        text with another."""
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
+        try:
+            return self._answer(self.render(chat[:1]), chat)[1][-1]
+        except BadInput:
+            return self.end_id
+
+    def _ended(self, text: str, stop: int) -> list[int]:
         ids = self.encode(text)
         end = next((i for i, id in enumerate(ids) if id in self.stop_ids), len(ids))
-        return [*ids[:end], self.end_id]
+        return [*ids[:end], stop]
 
-    def _template(self, messages: Sequence[Mapping[str, str]], **arguments: Any) -> str:
+    def _check_seams(self) -> None:
+        """Raises BadInput where an answer can't be encoded by itself, as it is sampled."""
+        pieces = self.inner.convert_ids_to_tokens(self.encode("a"))
+        if pieces and pieces[0].startswith("\u2581"):
+            raise BadInput(
+                "This tokenizer puts a space before every text (SentencePiece, as Llama 2's), so "
+                "that an answer encoded behind its prompt is another than the one that is sampled: "
+                "a model with it can be sampled and trained on its samples, not on given text."
+            )
+
+    def _template(
+        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool
+    ) -> str:
         if not self.inner.chat_template:
             raise BadInput(
                 "The prompt is a list of chat messages, and this tokenizer has no chat template; "
@@ -161,7 +223,12 @@ class Tokenizer:
             )
         chat = [dict(message) for message in messages]
         try:
-            return self.inner.apply_chat_template(chat, tokenize=False, **arguments)
+            return self.inner.apply_chat_template(
+                chat,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self.template_kwargs,
+            )
         except TemplateError as error:
             raise BadInput(f"The chat template refuses the messages: {error}") from None
 
@@ -177,7 +244,9 @@ class Tokenizer:
         return self.decode(ids[: next(ends, len(ids))])
 
 
-def load_tokenizer(folder: str | Path) -> Tokenizer:
+def load_tokenizer(
+    folder: str | Path, template_kwargs: Mapping[str, Any] | None = None
+) -> Tokenizer:
     """The tokenizer of a checkpoint folder, checked against its `tokenizer.json`.
 
     Raises `CheckpointError` where files are missing or broken, where the tokenizer does not encode
@@ -188,7 +257,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         raise CheckpointError(f"There is no checkpoint folder {folder}.")
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         raise CheckpointError(f"{folder} holds no tokenizer: no tokenizer.json, no vocab.json.")
-    tokenizer = Tokenizer(_inner(folder), _stop_ids(folder))
+    tokenizer = Tokenizer(read_inner(folder), read_stop_ids(folder), template_kwargs)
     if (folder / "config.json").is_file():
         rows = read_json(folder / "config.json").get("vocab_size")
         if isinstance(rows, int):
@@ -232,68 +301,3 @@ def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
                 f"Chat message {place}: expected a mapping with the texts role and content; came "
                 f"{message!r}."
             )
-
-
-def _inner(folder: Path) -> PreTrainedTokenizerBase:
-    """The first class that encodes as `tokenizer.json` does.
-
-    `AutoTokenizer` takes the class that belongs to the model type, and that class may build its
-    own pre-tokenizer in place of the file's: a word-level tokenizer beside a Qwen2 configuration
-    then encodes every text to nothing.
-    """
-    file = folder / "tokenizer.json"
-    found = []
-    for cls in (AutoTokenizer, PreTrainedTokenizerFast):
-        try:
-            inner = cls.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            found.append(f"{cls.__name__}: {error}")
-            continue
-        if not file.is_file():
-            return inner
-        fault = _disagreement(inner, _read_tokenizer(file))
-        if fault is None:
-            return inner
-        found.append(f"{cls.__name__}: {fault}")
-    raise CheckpointError(f"The tokenizer of {folder} cannot be used. " + " ".join(found))
-
-
-def _read_tokenizer(file: Path) -> tokenizers.Tokenizer:
-    try:
-        return tokenizers.Tokenizer.from_file(str(file))
-    # The library raises bare `Exception` on a broken file.
-    except Exception as error:
-        raise CheckpointError(f"{file} cannot be read: {error}.") from None
-
-
-def _disagreement(inner: PreTrainedTokenizerBase, file: tokenizers.Tokenizer) -> str | None:
-    # The probe alone would be all unknown to a tokenizer with a vocabulary of its own.
-    size = file.get_vocab_size()
-    sample = [id for id in range(0, size, max(size // 64, 1)) if file.id_to_token(id) is not None]
-    for text in (PROBE, file.decode(sample, skip_special_tokens=False)):
-        try:
-            wanted = file.encode(text, add_special_tokens=False).ids
-        # The library raises bare `Exception` where a vocabulary without an unknown token ends.
-        except Exception:
-            continue
-        got = list(inner.encode(text, add_special_tokens=False))
-        if got != wanted:
-            return f"it encodes {text!r} to {got}, and tokenizer.json to {wanted}."
-    return None
-
-
-def _stop_ids(folder: Path) -> tuple[int, ...]:
-    """The ids at which generation ends; without `generation_config.json`, those of the model."""
-    for name in ("generation_config.json", "config.json"):
-        if (folder / name).is_file():
-            value = read_json(folder / name).get("eos_token_id")
-            if value is None:
-                continue
-            ids = tuple(value) if isinstance(value, list) else (value,)
-            if not all(type(id) is int for id in ids):
-                raise CheckpointError(
-                    f"eos_token_id in {folder / name} must be an id or a list of ids, "
-                    f"and is {json.dumps(value)}."
-                )
-            return ids
-    return ()

@@ -181,14 +181,14 @@ def group_reward_to_go(rollout: Rollout, *, ddof: int = 0, epsilon: float = 1e-4
 
 
 def components_normalised(rollout: Rollout, *, ddof: int = 0, epsilon: float = 1e-4) -> Estimate:
-    """A = whiten(sum over the reward's components c of (R_c - mean_g R_c) / (std_g R_c + epsilon)).
+    """A = whiten(sum over the reward's parts c of (R_c - mean_g R_c) / (std_g R_c + epsilon)).
 
-    Each component counts the same, however large its numbers; over the batch the sum is brought
-    back to mean 0 and deviation 1 (ddof 1). GDPO, https://arxiv.org/abs/2601.05242
+    Each part counts the same, however large its numbers; over the batch the sum is brought back to
+    mean 0 and deviation 1 (ddof 1). GDPO, https://arxiv.org/abs/2601.05242
     """
     scored = jnp.isfinite(rollout.rewards)
     normalise = functools.partial(group_normalised, ddof=ddof, epsilon=epsilon)
-    parts = jnp.where(scored[..., None], rollout.components, jnp.nan)
+    parts = jnp.where(scored[..., None], rollout.parts, jnp.nan)
     total = jnp.sum(jax.vmap(normalise, in_axes=2, out_axes=2)(parts), axis=2)
     count = jnp.sum(scored)
     centred = jnp.where(scored, total - jnp.sum(total) / jnp.maximum(count, 1), 0.0)
@@ -209,12 +209,13 @@ def best_and_worst(rollout: Rollout) -> Estimate:
 
 
 def solved(rollout: Rollout) -> Estimate:
-    """1 on the rows that the verifier calls right, or, where it calls none right or wrong, on the
-    best of every group whose rewards differ; 0 elsewhere."""
-    right = jnp.where(jnp.isnan(rollout.correct), 0.0, rollout.correct).reshape(-1, 1)
+    """1 on the rows that the verifier calls right, or, in a group of which it calls none right or
+    wrong, on the best where the rewards differ; 0 elsewhere."""
+    right = jnp.where(jnp.isnan(rollout.correct), 0.0, rollout.correct)
     # The places of groups that were never found have neither verdict nor reward.
-    judged = jnp.any(jnp.isfinite(rollout.correct) & jnp.isfinite(rollout.rewards))
-    chosen = jnp.where(judged, right, jnp.maximum(best_and_worst(rollout)[0], 0.0))
+    judged = jnp.isfinite(rollout.correct) & jnp.isfinite(rollout.rewards)
+    best = jnp.maximum(best_and_worst(rollout)[0], 0.0).reshape(right.shape)
+    chosen = jnp.where(jnp.any(judged, axis=1, keepdims=True), right, best).reshape(-1, 1)
     return chosen, chosen
 
 

@@ -197,10 +197,11 @@ def make_plan(
     config: Config,
     policy: Policy,
     learner: Learner,
-    components: tuple[str, ...],
+    components: Mapping[str, float],
     verdicts: bool,
     mix: Mix | None = None,
 ) -> Plan:
+    """`components` are what the verifier tells of a row, and what each counts in the reward."""
     rollout, reward = config.rollout, config.reward
     correction = None
     if rollout.correction != "none":
@@ -220,7 +221,8 @@ def make_plan(
             temperature=config.sampling.temperature,
             stop_ids=policy.tokenizer.stop_ids,
             pad_id=policy.tokenizer.pad_id,
-            components=components,
+            components=tuple(components),
+            component_weights=tuple(components.values()),
             verdicts=verdicts,
             retire_after=rollout.retire_after,
             probe=rollout.probe,

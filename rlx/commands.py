@@ -17,6 +17,7 @@ from model.tokenizer import check_ids
 from rlx import assemble, hosts, scorers
 from rlx.checkpoint import Checkpoints
 from rlx.config import load
+from rlx.config_rules import greedy_samples
 from rlx.derived import trains_scorer, uses_lora
 from rlx.evaluate import nest_greedy
 from rlx.files import check_output, write_atomically
@@ -35,6 +36,8 @@ GENERATION_ROWS = 256
 
 def evaluate(config: Config) -> dict[str, Any]:
     """Held-out metrics of the checkpoint that `model.path` names, sampled as `sampling` says."""
+    for problem in greedy_samples(config):
+        raise BadInput(f"{problem}.")
     config = resolve(config)
     hosts.check_same_settings(config)
     sizes = hosts.from_first(lambda: mesh_sizes(config, training=False))
@@ -60,7 +63,8 @@ def generate(config: Config, source: Path, output: Path, count: int) -> dict[str
 
     A line in has `prompt` (text), `messages` (chat) or `prompt_ids`, and may have a
     `max_new_tokens` of its own, at most that of `sampling`; a line out adds `completion`,
-    `token_ids`, `logprobs` (at the sampling temperature) and `finish_reason`.
+    `token_ids`, `logprobs` (at the sampling temperature) and `finish_reason`. Where the logits were
+    not finite, `finish_reason` says so and there is no completion.
     """
     if count < 1:
         raise BadInput(f"--n: expected at least 1 completion a prompt; came {count}.")
@@ -99,20 +103,21 @@ def _generate(
     )
     draw = Draw(count, sampling.temperature, assemble.filters(config))
     samples = generator(policy.whole, encoded, draw, keys.evaluation, limits)
-    if not samples.finite.all():
-        raise FloatingPointError(
-            f"The logits of {int((~samples.finite).sum())} completions were not finite."
-        )
+    if not samples.finite.any():
+        raise FloatingPointError("The logits of all completions were not finite.")
     lines = []
     for row in range(len(samples.tokens)):
         ids = samples.tokens[row][samples.mask[row]].tolist()
-        line = located[row // count][1] | {
+        made = {
             "completion": tokenizer.decode_completion(ids),
             "token_ids": ids,
             "logprobs": samples.logprobs[row][samples.mask[row]].tolist(),
             "finish_reason": "length" if samples.truncated[row] else "stop",
         }
-        lines.append(json.dumps(line) + "\n")
+        if not samples.finite[row]:
+            nothing = {"completion": None, "token_ids": [], "logprobs": []}
+            made = nothing | {"finish_reason": "not finite"}
+        lines.append(json.dumps(located[row // count][1] | made) + "\n")
     if hosts.first():
         write_atomically(output, "".join(lines))
     return {
@@ -120,6 +125,7 @@ def _generate(
         "completions": len(lines),
         "tokens": int(samples.mask.sum()),
         "truncated": float(np.mean(samples.truncated)),
+        "not_finite": int(np.sum(~samples.finite)),
         "output": str(output),
     }
 

@@ -35,12 +35,13 @@ def _offline(config: Config) -> Iterator[Problem]:
     # Evaluation samples from the model as it is.
     unread += ["loop.mode", "sampling.weights", "sampling.cache"]
     yield from ignored(config, unread, f"{name} samples nothing")
-    if source(config) == "pairs":
+    given = {"pairs": "pairs", "texts": "chats" if config.task.name == "chat" else None}
+    if measured := given[source(config)]:
         sampled = [f"sampling.{key}" for key in ("temperature", "top_k", "top_p", "min_p", "slots")]
         sampled += ["sampling.long_prompts"]
         sampled += ["eval.samples", "eval.batch", "eval.greedy", "log.samples"]
-        because = f"{name} samples nothing, and is measured on held-out pairs"
-        yield from ignored(config, sampled, because)
+        because = f"{name} samples nothing, and is measured on held-out {measured}"
+        yield from ignored(config, sampled, because, "task")
     if config.batch.samples != 1 and is_set(config, "batch.samples"):
         yield Problem(
             ("batch.samples",),
@@ -160,8 +161,19 @@ def _loop(config: Config) -> Iterator[Problem]:
             )
 
 
+def greedy_samples(config: Config) -> Iterator[Problem]:
+    """What `eval` refuses too: they would all be the same."""
+    if config.eval.samples > 1 and not config.sampling.temperature:
+        yield Problem(
+            ("eval.samples", "sampling.temperature"),
+            "expected 1, since sampling.temperature is 0 and greedy samples are all the same; "
+            f"came {config.eval.samples}",
+        )
+
+
 def _evaluation(config: Config) -> Iterator[Problem]:
     evaluation = config.eval
+    yield from greedy_samples(config)
     if evaluation.every == 0:
         yield from ignored(
             config,

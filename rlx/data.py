@@ -15,10 +15,10 @@ import numpy as np
 
 from model.errors import BadInput
 from model.sharding import round_up
-from model.tokenizer import Tokenizer
+from model.tokenizer import ChatText, Tokenizer
 from rlx.prompts import Prompts
 from rlx.tasks import Pair, Task
-from rlx.tasks.task import Messages
+from rlx.tasks.task import Answered, Messages
 from rlx.types import Batch, Signal
 
 
@@ -112,7 +112,7 @@ def worked_examples(
     kept, completions = [], []
     for prompt, row in zip(prompts, task.train, strict=True):
         for _ in range(task.demonstrations):
-            completion = [*tokenizer.encode(task.demonstrate(row, rng)), tokenizer.end_id]
+            completion = tokenizer.encode_answer(row["prompt"], task.demonstrate(row, rng))
             if len(completion) <= max_new_tokens:
                 kept.append(prompt)
                 completions.append(completion)
@@ -169,8 +169,19 @@ def preference_pairs(
     ), notes
 
 
+def encode_conversation(chat: Messages | Answered, tokenizer: Tokenizer) -> list[ChatText]:
+    """A conversation to learn its assistant turns from, or an answer alone: then the prompt's ids
+    and the answer's are those that a pair's, and a sampled text's, have."""
+    if not isinstance(chat, Answered):
+        return tokenizer.encode_chat(chat)
+    prompt = tokenizer.encode_prompt(chat.prompt)
+    answer = tokenizer.encode_answer(chat.prompt, chat.answer)
+    learnt = [False] * len(prompt) + [True] * len(answer)
+    return [ChatText([*prompt, *answer], learnt)]
+
+
 def chat_rows(
-    conversations: Sequence[Messages], tokenizer: Tokenizer, *, width: int, packing: bool
+    conversations: Sequence[Messages | Answered], tokenizer: Tokenizer, *, width: int, packing: bool
 ) -> tuple[Batch, tuple[str, ...]]:
     """Whole conversations, T = S - 1, the mask true on the assistant's tokens alone.
 
@@ -182,7 +193,7 @@ def chat_rows(
     encoded = []
     for i, messages in enumerate(conversations):
         with _naming(f"conversation {i}"):
-            encoded.append(tokenizer.encode_chat(messages))
+            encoded.append(encode_conversation(messages, tokenizer))
     texts = [text for several in encoded for text in several]
     fitting = [text for text in texts if len(text.ids) <= width]
     notes = _told(

@@ -13,13 +13,14 @@ import numpy as np
 from model.config import read_config
 from model.errors import BadInput
 from model.tokenizer import Tokenizer, load_tokenizer
+from rlx.data import encode_conversation
 from rlx.derived import source
 from rlx.policy import checkpoint_folder
 from rlx.rewards.host import HostVerifier
 from rlx.settings import Config
 from rlx.task_loading import load_task
 from rlx.tasks import Pair, Task
-from rlx.tasks.task import Messages
+from rlx.tasks.task import Answered, Messages
 
 NAMED = 5
 """So many of the rows that do not fit are named."""
@@ -51,7 +52,7 @@ def inspect(config: Config, count: int) -> dict[str, Any]:
     if count < 0:
         raise BadInput(f"--show: expected at least 0; came {count}.")
     folder = checkpoint_folder(config.model.path)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, config.model.chat_template_kwargs)
     task = load_task(config)
     kind = _kind(config, task, tokenizer)
     notes = [*task.notes, *_long(kind)]
@@ -152,7 +153,7 @@ def _kind(config: Config, task: Task, tokenizer: Tokenizer) -> Kind:
     if task.demonstrate is None:
         raise BadInput(f"task.name: {task.name} has no worked examples to be fine-tuned on.")
     rng = random.Random(config.run.seed)  # what is drawn is what training draws
-    worked = functools.partial(_worked, task, rng)
+    worked = functools.partial(_worked, task, rng, prompt)
     return Kind(
         "worked examples",
         _texts(worked, task.train, tokenizer, "training row"),
@@ -189,10 +190,10 @@ def _pair(pair: Pair, tokenizer: Tokenizer) -> list[Text]:
     return [Text({"prompt": tokenizer.encode_prompt(pair.prompt)} | pieces, margin)]
 
 
-def _chat(messages: Messages, tokenizer: Tokenizer) -> list[Text]:
+def _chat(chat: Messages | Answered, tokenizer: Tokenizer) -> list[Text]:
     return [
         Text({"text": ids}, {"learnt": _runs(ids, assistant, tokenizer)})
-        for ids, assistant in tokenizer.encode_chat(messages)
+        for ids, assistant in encode_conversation(chat, tokenizer)
     ]
 
 
@@ -203,11 +204,13 @@ def _runs(ids: list[int], assistant: list[bool], tokenizer: Tokenizer) -> list[s
 
 
 def _worked(
-    task: Task, rng: random.Random, row: Mapping[str, Any], tokenizer: Tokenizer
+    task: Task, rng: random.Random, longest: int, row: Mapping[str, Any], tokenizer: Tokenizer
 ) -> Iterator[Text]:
     prompt = tokenizer.encode_prompt(row["prompt"])
+    if len(prompt) > longest:
+        rng = random.Random(0)  # training, which leaves the row out, draws nothing for it
     for _ in range(task.demonstrations):
-        completion = [*tokenizer.encode(task.demonstrate(row, rng)), tokenizer.end_id]
+        completion = tokenizer.encode_answer(row["prompt"], task.demonstrate(row, rng))
         yield Text({"prompt": prompt, "completion": completion})
 
 

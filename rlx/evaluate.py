@@ -76,13 +76,13 @@ def pass_at_k(right: int, samples: int, k: int) -> float:
 def summarise(
     texts: Sequence[Completion],
     group: int,
-    answer: Callable[[str], str | None],
+    answer: Callable[[Completion], str | None],
     labels: Sequence[str] | None = None,
 ) -> dict[str, float]:
     """Metrics of `group` completions a problem, in order. A failed one counts as wrong.
 
     The standard error is over problems, each with the mean of its samples. `answer` reads the
-    answer that a text votes for. `labels` are the problems' classes, for `class_metrics`.
+    answer that a completion votes for. `labels` are the problems' classes, for `class_metrics`.
     """
     problems = _problems(texts, group)
     right = np.array([[is_right(c) for c in problem] for problem in problems])
@@ -133,10 +133,10 @@ def is_right(completion: Completion) -> bool:
     return completion.score is not None and bool(completion.score.correct)
 
 
-def majority_right(texts: Sequence[Completion], answer: Callable[[str], str | None]) -> bool:
+def majority_right(texts: Sequence[Completion], answer: Callable[[Completion], str | None]) -> bool:
     """Whether the commonest answer is right; of equally common ones the first. Texts without an
     answer don't vote."""
-    answers = [answer(c.text) for c in texts]
+    answers = [answer(c) for c in texts]
     votes = Counter(found for found in answers if found)
     if not votes:
         return False
@@ -169,16 +169,22 @@ def _text_metrics(texts: Sequence[Completion]) -> dict[str, float]:
 # ---- given text -------------------------------------------------------------------------------
 
 
-def summarise_pairs(margins: Float32[np.ndarray, " n"]) -> dict[str, float]:
-    """How many preferences are met, of the margins of n pairs, with the binomial standard error.
+def summarise_pairs(
+    margins: Float32[np.ndarray, " n"], prompts: Int[np.ndarray, " n"]
+) -> dict[str, float]:
+    """How many preferences are met, of the margins of n pairs, each of a prompt.
 
     A tie counts half: a policy that equals its reference, and a fresh reward model, prefer
-    neither.
+    neither. The standard error is clustered by prompt, since pairs of one are not independent.
+    Liang and Zeger, https://doi.org/10.1093/biomet/73.1.13
     """
-    n = len(margins)
+    n, clusters = len(margins), len(np.unique(prompts))
     met = np.where(np.isnan(margins), np.nan, 0.5 * (np.sign(margins) + 1.0))
     accuracy = float(met.mean())
-    error = math.sqrt(accuracy * (1.0 - accuracy) / n) if n > 1 else math.nan
+    error = math.nan
+    if clusters > 1:
+        of_prompts = np.bincount(prompts, weights=met - accuracy)
+        error = math.sqrt(clusters / (clusters - 1) * float(np.sum(of_prompts**2))) / n
     return {"accuracy": accuracy, "stderr": error, "n": n}
 
 

@@ -1,9 +1,13 @@
 """Files that are either whole or as they were."""
 
+import gzip
 import os
+import sys
 from pathlib import Path
 
 from model.errors import BadInput
+
+STDOUT = Path("/dev/stdout")
 
 
 def check_output(path: Path) -> None:
@@ -11,13 +15,22 @@ def check_output(path: Path) -> None:
     the work whose fruit it is to hold."""
     if path.is_dir():
         raise BadInput(f"--output: expected the name of a file; {path} is a folder.")
+    if not _replaceable(path):
+        if not os.access(path, os.W_OK):
+            raise BadInput(f"--output: {path} can't be written.")
+        return
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = _partial(path)
+        partial = _partial(path.resolve())
+        partial.parent.mkdir(parents=True, exist_ok=True)
         partial.touch()
         partial.unlink()
     except OSError as error:
         raise BadInput(f"--output: {path} can't be written; {error.strerror}.") from error
+
+
+def _replaceable(path: Path) -> bool:
+    """Whether another file may take its place: not that of /dev/null, a terminal or a pipe."""
+    return path != STDOUT and (path.is_file() or not path.exists())
 
 
 def _partial(path: Path) -> Path:
@@ -25,10 +38,26 @@ def _partial(path: Path) -> Path:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """A reader, or a crash, sees the old file or the new one, never a part."""
+    """A reader, or a crash, sees the old file or the new one, never a part.
+
+    A link stays one. A name that ends in `.gz` is compressed. What is no file, such as /dev/stdout,
+    is written to.
+    """
+    if path == STDOUT:
+        # Through this process's own, whatever it was turned to: another would write over it.
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    content = text.encode("utf-8", errors="replace")
+    if path.name.lower().endswith(".gz"):
+        content = gzip.compress(content, mtime=0)
+    if not _replaceable(path):
+        path.write_bytes(content)
+        return
+    path = path.resolve()
     partial = _partial(path)
-    with partial.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
-        file.write(text)
+    with partial.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)

@@ -62,7 +62,7 @@ class Heldout:
         self.higher_is_better = HEADLINES[self.headline].higher_is_better
         check_length(policy.config, encoded, sampling.max_new_tokens)
         self.prompts = encoded
-        samples = config.eval.samples if sampling.temperature else 1
+        samples = config.eval.samples
         self.draw = Draw(samples, sampling.temperature, assemble.filters(config))
         rows, prompts = config.eval.batch, min(counts.values())
         self.generator = Generator(
@@ -115,7 +115,11 @@ class Heldout:
             return summarise_rewards(texts, group)
         label = task.label
         labels = label and [label(self.rows[text.problem]) for text in texts[::group]]
-        return summarise(texts, group, task.answer, labels)
+        return summarise(texts, group, self._answer, labels)
+
+    def _answer(self, text: Completion) -> str | None:
+        row, mixture = self.rows[text.problem], self.task.mixture
+        return (mixture.tasks[row["task"]] if mixture else self.task).answer(text.text)
 
     def _texts(self, params: PyTree, count: int, draw: Draw) -> list[Completion]:
         samples = self.generator(params, self.prompts[:count], draw, self.key)

@@ -73,6 +73,9 @@ class HeldoutPairs(_Given):
             scored = jnp.concatenate(scored)[: self.count]
             self.data = data._replace(ref_logprobs=scored)
         self.measure = jax.jit(lambda *piece: whole(pair_metrics(learner, *piece)))
+        text = np.stack([np.asarray(data.tokens), np.asarray(data.positions)], axis=-1)
+        width = text.shape[1] - data.mask.shape[1]
+        _, self.prompts = np.unique(text[::2, :width], axis=0, return_inverse=True)
 
     def evaluate(
         self, params: PyTree, count: int, *, greedy: bool
@@ -85,7 +88,8 @@ class HeldoutPairs(_Given):
             for name, values in _by_name(jax.device_get(measured)).items()
         }
         means = {name: float(np.mean(values)) for name, values in pairs.items()}
-        return means | summarise_pairs(pairs["margin"]), []
+        margins = pairs["margin"]
+        return means | summarise_pairs(margins, self.prompts[: len(margins)]), []
 
 
 class HeldoutTexts(_Given):

@@ -6,7 +6,13 @@ from typing import NamedTuple
 import optax
 from jaxtyping import Array, Float, Int, PyTree
 
-from model.heads import Outputs, completion_outputs, state_values, stream_outputs
+from model.heads import (
+    Outputs,
+    completion_outputs,
+    state_values,
+    stream_outputs,
+    stream_values,
+)
 from model.parameters import parameter_axes
 from model.qwen import Qwen
 from model.sharding import ParameterAxes
@@ -96,5 +102,5 @@ def forward_stream(
     outputs = stream_outputs(learner.model, params, *where, learner.temperature)
     if learner.critic is None:
         return outputs
-    values = stream_outputs(learner.critic, critic, *where).values
+    values = stream_values(learner.critic, critic, *where)
     return outputs._replace(values=values)

@@ -21,9 +21,9 @@ def schedule(optimizer: OptimizerSettings, total: int) -> Callable:
             peak, total - warmup, optimizer.final_fraction
         ),
     }[optimizer.schedule]()
-    if warmup < 2:
+    if not warmup:
         return decay
-    rise = optax.linear_schedule(peak / warmup, peak, warmup - 1)
+    rise = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
     return optax.join_schedules([rise, decay], [warmup])
 
 

@@ -99,7 +99,7 @@ def _online(
     config: Config, places: Places, policy: Policy, learner: Learner, state: TrainState
 ) -> list[Planned]:
     batch, sampling = config.batch, config.sampling
-    plan = assemble.make_plan(config, policy, learner, ("score",), True)
+    plan = assemble.make_plan(config, policy, learner, {"score": 1.0}, True)
     width, count = padded_width(sampling.max_prompt_tokens), rows(config)
     pool = _pool(config, width)
     memory = jax.eval_shape(lambda pool: assemble.make_memory(config, plan, pool), pool)

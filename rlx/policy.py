@@ -62,7 +62,7 @@ def load_policy(config: Config, key: Key[jax.Array, ""]) -> Policy:
     folder = checkpoint_folder(config.model.path)
     files = sorted((path.name, path.stat().st_size) for path in folder.iterdir() if path.is_file())
     check_same("files in model.path", files)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, config.model.chat_template_kwargs)
     shape = read_config(folder)
     check_vocabulary(tokenizer, shape)
     if not tokenizer.stop_ids:

@@ -135,8 +135,9 @@ def make_batch(
     shaped, memory, metrics = shape(plan.shaping, state.memory, rollout, kept)
     memory = memory._replace(solved=pending.solved)
     if memory.replay is not None:
-        # Of the rewards before shaping: a KL penalty differs within every group.
-        useful = mixed(rollout.rewards) & pending.kept
+        # Without the KL penalty, which differs within every group.
+        plain = plan.shaping._replace(divergence=None)
+        useful = mixed(shape(plain, state.memory, rollout, kept)[0].rewards) & pending.kept
         age = plan.replay_max_age
         shaped, replay, measured = exchange(memory.replay, shaped, useful, state.step, age)
         memory, metrics = memory._replace(replay=replay), metrics | measured

@@ -32,7 +32,7 @@ class Sampling(NamedTuple):
     stop_ids: tuple[int, ...]
     pad_id: int
     components: tuple[str, ...]
-    """Names of the reward's parts."""
+    """What a verifier tells of a row."""
     verdicts: bool
     """The verifier says right or wrong, beside the reward."""
     retire_after: int
@@ -46,6 +46,8 @@ class Sampling(NamedTuple):
     """Tokens before the limit over which the length penalty grows; 0 for none."""
     weights: Stored = "auto"
     cache: Stored = "auto"
+    component_weights: tuple[float, ...] = ()
+    """What each counts in the reward; none: the reward is one thing."""
     mix: Mix | None = None
     """Where the pool holds the prompts of several tasks."""
 
@@ -77,6 +79,7 @@ def empty_rollout(sampling: Sampling, prompt_width: int) -> Rollout:
         token_rewards=nothing,
         correct=jnp.zeros((n, g), jnp.float32),
         components=jnp.zeros((n, g, len(sampling.components)), jnp.float32),
+        parts=jnp.zeros((n, g, max(len(_counted(sampling)), 1)), jnp.float32),
         token_scores=nothing,
         truncated=jnp.zeros(rows, bool),
         rows=jnp.zeros(n, jnp.int32),
@@ -154,6 +157,20 @@ def whole_rows(
     return jnp.concatenate(tokens, axis=1), jnp.concatenate([prompt_positions, positions], axis=1)
 
 
+def weighed(sampling: Sampling, scores: Scores) -> Float[Array, "N G K"]:
+    """What adds up to the verifier's reward: `Rollout.parts`."""
+    weights = _counted(sampling)
+    if not weights:
+        return scores.rewards[..., None]
+    counted = scores.components[..., jnp.array(list(weights))]
+    return counted * jnp.array(list(weights.values()), jnp.float32)
+
+
+def _counted(sampling: Sampling) -> dict[int, float]:
+    """Weights of the components that have one, by their place."""
+    return {i: weight for i, weight in enumerate(sampling.component_weights) if weight}
+
+
 def join(
     sampling: Sampling,
     pool: Prompts,
@@ -185,6 +202,7 @@ def join(
         token_rewards=nothing,
         correct=jnp.where(jnp.isfinite(rewards), scores.correct, jnp.nan),
         components=scores.components,
+        parts=weighed(sampling, scores),
         token_scores=scores.token_scores.reshape(samples.mask.shape),
         truncated=samples.truncated,
         rows=rows,

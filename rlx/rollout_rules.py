@@ -67,6 +67,9 @@ def _reward(config: Config) -> Iterator[Problem]:
         if len(reward.verifiers) < 2:
             because = f"reward.verifiers names {len(reward.verifiers) or 'none'}"
             yield from ignored(config, ["reward.combine"], because, "reward.verifiers")
+        if reward.verifiers and not any(entry.get("name") == "task" for entry in reward.verifiers):
+            because = "reward.verifiers does not name the task's own, {name: task}"
+            yield from ignored(config, _task_weights(config), because, "reward.verifiers")
         if reward.workers == 0:
             limits = ["reward.row_seconds", "reward.worker_mib"]
             yield from ignored(config, limits, "reward.workers is 0", "reward.workers")
@@ -90,8 +93,9 @@ def _reward(config: Config) -> Iterator[Problem]:
         yield from ignored(
             config, ["reward.kl_horizon"], "reward.kl_target is 0", "reward.kl_target"
         )
-    by_parts = [t.name for t in terms(config) if t.row.advantages is components_normalised]
-    if by_parts:
+    readers = [t for t in terms(config) if t.row.advantages is not None]
+    by_parts = [t.name for t in readers if t.row.advantages is components_normalised]
+    if by_parts and len(by_parts) == len(readers):
         shaping = ["kl", "running", "clip", "missing_stop_penalty"]
         yield from ignored(
             config,
@@ -99,6 +103,11 @@ def _reward(config: Config) -> Iterator[Problem]:
             f"{by_parts[0]} with components_normalised reads the reward's parts and never their "
             "sum, which this changes",
         )
+
+
+def _task_weights(config: Config) -> list[str]:
+    """What only the task's own verifier reads."""
+    return [path for path in keys_of(config, "task") if path.endswith("_weight")]
 
 
 def _critic(config: Config) -> Iterator[Problem]:
@@ -209,10 +218,8 @@ def _prompts(config: Config) -> Iterator[Problem]:
             "reward.source is model, which calls nothing right or wrong",
             "reward.source",
         )
-        weights = [path for path in keys_of(config, "task") if path.endswith("_weight")]
-        yield from ignored(
-            config, weights, "reward.source is model: no verifier scores", "reward.source"
-        )
+        because, cause = "reward.source is model: no verifier scores", "reward.source"
+        yield from ignored(config, _task_weights(config), because, cause)
     if samples < 2:
         because = "batch.samples is 1: a group of one is never mixed"
         mixed = ["rollout.dynamic_sampling", "rollout.replay"]

@@ -114,9 +114,15 @@ def measure(sampling: Sampling, rollout: Rollout, finite: Bool[Array, " B"]) -> 
     verdicts = {
         # A row that could not be scored is not solved, and stays in the denominator.
         "solve_rate": ops.mean(right, jnp.ones_like(scored)),
-        "groups/all_right": of_groups(jnp.all(right | ~scored, axis=1) & jnp.any(scored, axis=1)),
-        "groups/all_wrong": of_groups(jnp.all(wrong | ~scored, axis=1) & jnp.any(scored, axis=1)),
     }
+    alike: Metrics = {}
+    if rewards.shape[1] > 1:
+        alike = {"groups/all_equal": of_groups(~mixed(rewards))}
+        seen = jnp.any(scored, axis=1)
+        verdicts |= {
+            "groups/all_right": of_groups(jnp.all(right | ~scored, axis=1) & seen),
+            "groups/all_wrong": of_groups(jnp.all(wrong | ~scored, axis=1) & seen),
+        }
     by_task: Metrics = {}
     if sampling.mix is not None:
         shape = rewards.shape
@@ -125,10 +131,10 @@ def measure(sampling: Sampling, rollout: Rollout, finite: Bool[Array, " B"]) -> 
     return (
         (verdicts if sampling.verdicts else {})
         | by_task
+        | alike
         | {
             "reward/mean": ops.mean(rewards, scored),
             "reward/std": ops.deviation(rewards, scored),
-            "groups/all_equal": of_groups(~mixed(rewards)),
             "length/mean": ops.mean(lengths, every),
             "length/min": Smallest(jnp.min(lengths)),
             "length/max": Largest(jnp.max(lengths)),

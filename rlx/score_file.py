@@ -12,7 +12,8 @@ from rlx.rewards.batch import batch_scorer
 from rlx.rewards.build import bind, typed_settings
 from rlx.rewards.compose import Verifier
 from rlx.rewards.pool import MEMORY_BYTES, ROW_SECONDS
-from rlx.rewards.worker import Failure
+from rlx.rewards.score import RowError
+from rlx.rewards.worker import Failure, mark
 from rlx.tasks.files import read_json_lines
 from rlx.yaml_text import read_overrides
 
@@ -36,8 +37,9 @@ def score_file(
     `overrides` are the verifier's settings, `task.key=value` each;
     `workers` and the limits of time a row and memory a worker are `batch_scorer`'s.
 
-    Returns `rows`, `failures`, `solve_rate` (failed rows stay in its denominator) and
-    `mean_reward` (of the rows that could be scored; null where none could).
+    Returns `rows`, `failures`, `solve_rate` (failed rows stay in its denominator; null where
+    nothing is called right or wrong) and `mean_reward` (of the rows that could be scored; null
+    where none could).
     """
     if task_name not in VERIFIERS:
         raise BadInput(f"There is no task {task_name!r}; known are {', '.join(VERIFIERS)}.")
@@ -49,6 +51,12 @@ def score_file(
         if not isinstance(row.get("completion"), str):
             raise BadInput(f"{place}: expected a text `completion`, got {row.get('completion')!r}.")
     check_output(output)
+    if check_row := mark(verifier, "check_row"):
+        for place, row in located:
+            try:
+                check_row(row)
+            except RowError as error:
+                raise BadInput(f"{place}: {error}") from error
     rows = [row for _, row in located]
     scorer = batch_scorer(
         verifier, rows, workers=workers, seconds=seconds, memory_bytes=memory_bytes
@@ -63,11 +71,12 @@ def score_file(
     write_atomically(output, "".join(json.dumps(line) + "\n" for line in lines))
 
     rewards = [verdict["reward"] for verdict in verdicts if verdict["reward"] is not None]
+    right = [verdict["correct"] for verdict in verdicts]
     return {
         "task": task_name,
         "rows": len(verdicts),
         "failures": len(verdicts) - len(rewards),
-        "solve_rate": sum(verdict["correct"] is True for verdict in verdicts) / len(verdicts),
+        "solve_rate": sum(map(bool, right)) / len(right) if set(right) != {None} else None,
         "mean_reward": sum(rewards) / len(rewards) if rewards else None,
         "output": str(output),
     }

@@ -31,6 +31,9 @@ class ModelSettings(Section):
     weights: Literal["checkpoint", "random"] = Field(
         "checkpoint", description="random: the folder gives shape and tokenizer only"
     )
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field(
+        {}, description="given to the chat template, as {enable_thinking: false} to Qwen3's"
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
         description="compute type; auto: bfloat16 on accelerators, float32 on CPU "

@@ -11,8 +11,6 @@ import re
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-import jax
-import jax.numpy as jnp
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, create_model
 from pydantic.fields import FieldInfo
 
@@ -20,7 +18,7 @@ from rlx.algorithms import ADVANTAGES, ALGORITHMS, REDUCTIONS, TERMS, Algorithm
 from rlx.algorithms.record import hyper_parameters
 from rlx.rewards import VERIFIERS
 from rlx.tasks import TASKS
-from rlx.types import Rollout
+from rlx.traced import reads_values
 
 
 def _flag(value: Any) -> Any:
@@ -173,40 +171,6 @@ def chosen_row(name: str, advantage: str = "", reduction: str = "") -> Algorithm
         estimate = ADVANTAGES[advantage]
         row = row._replace(advantages=estimate, critic=reads_values(estimate))
     return row._replace(weights=REDUCTIONS[reduction]) if reduction else row
-
-
-@functools.cache
-def reads_values(estimate: Callable) -> bool:
-    """Whether these advantages need a critic."""
-    program = jax.make_jaxpr(estimate)(abstract_rollout(2)).jaxpr
-    values = program.invars[Rollout._fields.index("values")]
-    return any(values is x for equation in program.eqns for x in equation.invars)
-
-
-def abstract_rollout(samples: int) -> Rollout:
-    """The shapes of a rollout of one prompt, to trace functions with."""
-
-    def shape(*axes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(axes, dtype)
-
-    tokens, rows, group = shape(samples, 2), shape(samples), shape(1, samples)
-    return Rollout(
-        tokens=shape(samples, 3, dtype=jnp.int32),
-        positions=shape(samples, 3, dtype=jnp.int32),
-        mask=shape(samples, 2, dtype=bool),
-        sampler_logprobs=tokens,
-        old_logprobs=tokens,
-        ref_logprobs=tokens,
-        values=tokens,
-        bootstrap=rows,
-        rewards=group,
-        token_rewards=tokens,
-        correct=group,
-        components=shape(1, samples, 1),
-        token_scores=tokens,
-        truncated=shape(samples, dtype=bool),
-        rows=shape(1, dtype=jnp.int32),
-    )
 
 
 def model_of(

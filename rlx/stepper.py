@@ -67,7 +67,7 @@ class Stepper(NamedTuple):
     rows: Sequence[Mapping[str, Any]]
     """Of the pool that prompts are drawn from."""
     components: tuple[str, ...]
-    """Names of the reward's parts."""
+    """What the verifier tells of a row."""
     critic: Critic | None = None
     """A critic of its own, as it began, without parameters."""
     notes: tuple[str, ...] = ()
@@ -109,7 +109,7 @@ def online_stepper(
     ):
         if scorer is not None:
             check_length(scorer, encoded, config.sampling.max_new_tokens, setting)
-    verifier, components, verdicts = None, ("score",), False
+    verifier, components, verdicts = None, {"score": 1.0}, False
     if reward_model is None:
         assemble.check_verifier(config, task)
         verifier = make_verifier(config, task, task.train, tokenizer)
@@ -153,7 +153,7 @@ def online_stepper(
         stopwatch,
         verifier,
         task.train,
-        components,
+        tuple(components),
         critic and critic._replace(params=None),
         (*task.notes, *left_out),
         policy.base,

@@ -9,11 +9,13 @@ from pydantic import ValidationError
 from model.errors import BadInput
 from model.tokenizer import Tokenizer
 from rlx.algorithms.record import hyper_parameters
-from rlx.config_problems import came
+from rlx.config_problems import came, is_set
 from rlx.config_text import expected
 from rlx.rewards import VERIFIERS
+from rlx.rewards.batch import BatchScorer
 from rlx.rewards.build import build
 from rlx.rewards.host import HostVerifier
+from rlx.rewards.pool import WorkerPool
 from rlx.settings import Config
 from rlx.signatures import TaskSettings, hyper, model_of
 from rlx.tasks import TASKS, Task
@@ -36,21 +38,26 @@ def load_task(config: Config) -> Task:
         raise BadInput(f"reward.{error}") from error
     if not task.train:
         raise BadInput(f"reward.verifiers: the task {task.name} has no prompts to be sampled.")
+    # One row of each task, where there are several.
+    first = {row.get("task"): row for row in reversed(task.train)}
     try:
-        verdict = score("", task.train[0]).correct
+        scores = [score("", row) for row in first.values()]
     except Exception as error:
         raise BadInput(
             f"reward.verifiers: an empty completion of the first row could not be scored: {error}"
         ) from error
-    return task._replace(score=score, verdicts=verdict is not None)
+    return task._replace(score=score, verdicts=all(s.correct is not None for s in scores))
 
 
 def make_verifier(
     config: Config, task: Task, rows: Sequence[Mapping], tokenizer: Tokenizer
 ) -> HostVerifier:
-    """What scores completions of these rows, in worker processes where they are called for."""
+    """What scores completions of these rows, in worker processes where they are called for.
+
+    Raises BadInput for limits that nothing would keep.
+    """
     reward = config.reward
-    return HostVerifier(
+    verifier = HostVerifier(
         task.score,
         rows,
         tokenizer.decode,
@@ -59,6 +66,18 @@ def make_verifier(
         seconds=reward.row_seconds,
         memory_bytes=reward.worker_mib * 2**20,
     )
+    limits = [name for name in ("reward.row_seconds", "reward.worker_mib") if is_set(config, name)]
+    if limits and not _in_workers(verifier.scorer):
+        raise BadInput(
+            f"{' and '.join(limits)}: expected unset, since what scores {task.name} keeps to limits"
+            " of its own and runs in this process; with reward.workers=1 or more, rules get some."
+        )
+    return verifier
+
+
+def _in_workers(scorer: BatchScorer) -> bool:
+    parts = (getattr(scorer, "parts", None) or {}).values()
+    return isinstance(scorer, WorkerPool) or any(map(_in_workers, parts))
 
 
 def _load(name: str, settings: dict[str, Any], seed: int) -> Task:

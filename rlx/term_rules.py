@@ -1,7 +1,6 @@
 """What training refuses of the terms: which losses can be added up, and what each of them needs."""
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 
@@ -10,12 +9,14 @@ from rlx.algorithms.record import of_logprobs
 from rlx.config_problems import Problem
 from rlx.derived import terms
 from rlx.settings import Config
-from rlx.signatures import ChosenTerm, abstract_rollout
+from rlx.signatures import ChosenTerm, SeveralTerms
+from rlx.traced import abstract_rollout, loss_a_row, reads_old, weight_a_row
 from rlx.yaml_text import shown
 
 
 def term_problems(config: Config) -> Iterator[Problem]:
     """Which losses can be added up: all must be of the text that the first one brings."""
+    yield from _reductions(config)
     first, *others = terms(config)
     if first.name in TERMS and first.row.source == "rollouts":
         yield Problem(
@@ -39,6 +40,24 @@ def term_problems(config: Config) -> Iterator[Problem]:
             )
 
 
+def _reductions(config: Config) -> Iterator[Problem]:
+    """A reduction that is chosen must fit the loss."""
+    algorithm = config.algorithm
+    several = isinstance(algorithm, SeveralTerms)
+    sections = algorithm.terms if several else (algorithm,)
+    for place, (section, term) in enumerate(zip(sections, terms(config), strict=True)):
+        if not getattr(section, "reduction", ""):
+            continue
+        bound = term.row.bind(**term.hyper)
+        if weight_a_row(bound.weights) and not loss_a_row(bound.loss):
+            path = f"algorithm.terms[{place}].reduction" if several else "algorithm.reduction"
+            yield Problem(
+                (path,),
+                f"expected a mean over tokens, since the loss of {term.name} has a value for each: "
+                "a mean over rows would add up what stands at padding",
+            )
+
+
 def _misfit(first: ChosenTerm, term: ChosenTerm) -> str:
     """Why a term can't stand behind the first one, or nothing."""
     for name in (first.name, term.name):
@@ -54,29 +73,16 @@ def _misfit(first: ChosenTerm, term: ChosenTerm) -> str:
     if term.row.reference and kind == "texts":
         return f"{first.name} learns from texts, for which no reference is loaded"
     # What the policy was when the text was sampled exists for sampled text only.
-    if _reads_old(term.row.loss):
+    if reads_old(term.row.loss):
         return f"{term.name} weighs by a ratio to the sampling policy, and {first.name} has none"
     return ""
-
-
-@functools.cache
-def _reads_old(loss: Callable) -> bool:
-    program = jax.make_jaxpr(lambda *arrays: loss(*arrays)[0])(*_loss_inputs()).jaxpr
-    old = program.invars[1]
-    return any(old is x for equation in program.eqns for x in equation.invars)
-
-
-def _loss_inputs() -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes of a loss's arrays, two rows of three tokens."""
-    floats = jax.ShapeDtypeStruct((2, 3), "float32")
-    return floats, floats, floats, floats, jax.ShapeDtypeStruct((2, 3), bool)
 
 
 def of_rows(term: ChosenTerm) -> bool:
     """Whether a policy term's loss is one value a row."""
     if term.row.source != "rollouts" or term.row.inputs is not of_logprobs:
         return False
-    return jax.eval_shape(term.row.loss, *_loss_inputs())[0].shape[1] == 1
+    return loss_a_row(term.row.bind(**term.hyper).loss)
 
 
 def compares(term: ChosenTerm) -> bool:

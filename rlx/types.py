@@ -2,7 +2,7 @@
 
     N  prompts of a step          P  prompt tokens           V  vocabulary
     G  samples of a prompt        T  completion tokens       D  model width
-    B  rows, N * G                S  P + T                   C  components of a reward
+    B  rows, N * G                S  P + T                   C  components of a score
 
 An axis that is marked `#` may have size one and then stands for all positions.
 """
@@ -39,7 +39,10 @@ class Rollout(NamedTuple):
     correct: Float[Array, "N G"]
     """The task's own verdict, 1 or 0; NaN with the reward."""
     components: Float[Array, "N G C"]
-    """The named parts of the reward before shaping."""
+    """What the verifier tells of a row, by name."""
+    parts: Float[Array, "N G K"]
+    """What adds up to the verifier's reward, before shaping: the components that have a weight,
+    times it, or the reward as one thing."""
     token_scores: Float[Array, "B T"]
     """Parts of the verifier's reward that belong to single places of the text, each at the token
     that ends its place; zeros where a verifier scores whole texts only."""

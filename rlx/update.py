@@ -97,7 +97,8 @@ def _gaps(current: Float[Array, "B T"], batch: Batch) -> Metrics:
     return {
         "sampler_gap/mean": ops.mean(gap, mask),
         "sampler_gap/max": Largest(jnp.max(gap)),
-        "kl/old": ops.mean(ops.k3(current, old), mask),
+        # Of text that the old policy wrote.
+        "kl/old": ops.mean(ops.k3(old, current), mask),
         "importance/mean": ops.mean(importance, mask),
         "importance/square": ops.mean(importance**2, mask),
     }

@@ -141,7 +141,7 @@ def test_every_estimate_has_its_kind():
 def test_every_row_carries_the_advantage_of_its_own_reward(name):
     """Row i has reward i: a reshape the other way round would mix the prompts."""
     rewards = jnp.arange(16.0).reshape(4, 4)
-    rollout = rolled(rewards, components=rewards[..., None])
+    rollout = rolled(rewards, parts=rewards[..., None])
     advantages, returns = ADVANTAGES[name](rollout)
     last = (advantages[:, -1], returns[:, -1])
     assert advantages.shape in ((16, 1), (16, 3))
@@ -158,7 +158,7 @@ def test_the_order_of_groups_and_of_rows_in_them_does_not_matter(name):
     rollout = rolled(
         rng.normal(size=(3, 4)),
         rng.integers(1, 4, 12),
-        components=jnp.asarray(rng.normal(size=(3, 4, 1)), jnp.float32),
+        parts=jnp.asarray(rng.normal(size=(3, 4, 1)), jnp.float32),
         values=jnp.asarray(rng.normal(size=(12, 3)), jnp.float32),
     )
     order = jnp.asarray([rng.permutation(4) for _ in range(3)])
@@ -177,7 +177,7 @@ def test_equal_rewards_give_exactly_zero(name):
     """Those of a critic answer to its values instead."""
     for reward in (0.1, 0.7, 1 / 3):
         rewards = jnp.full((2, 5), reward, jnp.float32)
-        advantages, _ = ADVANTAGES[name](rolled(rewards, components=rewards[..., None]))
+        advantages, _ = ADVANTAGES[name](rolled(rewards, parts=rewards[..., None]))
         if KIND[name] == "batch":
             np.testing.assert_allclose(advantages, 0.0, atol=1e-3)
         else:
@@ -278,9 +278,16 @@ def test_every_component_of_the_reward_counts_the_same():
     about +1 and the others -1. The sum is brought back to deviation 1 over the batch: without
     that it would be 2 and -2."""
     parts = jnp.array([[[1000.0, 0], [1000.0, 1], [0, 0], [0, 1]]])
-    rollout = rolled(parts.sum(axis=2), components=parts)
+    rollout = rolled(parts.sum(axis=2), parts=parts)
     advantages, _ = components_normalised(rollout, epsilon=0.0)
     np.testing.assert_allclose(advantages[:, 0], [0, 1.224745, -1.224745, 0], atol=1e-5)
+
+
+def test_groups_without_a_verdict_stand_beside_groups_with_one():
+    """As in a mixture: the best of the one is imitated, and what is right in the other."""
+    rewards = jnp.array([[0.2, 0.9], [0.3, 0.4]])
+    rollout = rolled(rewards, correct=jnp.array([[NAN, NAN], [1.0, 0.0]]))
+    np.testing.assert_array_equal(solved(rollout)[0][:, 0], [0, 1, 1, 0])
 
 
 def test_unfound_groups_are_no_verdicts():
@@ -340,7 +347,7 @@ def test_a_row_without_a_score_gets_no_advantage(name):
     """Nor makes another's NaN."""
     row = (ALGORITHMS | TERMS)[name]
     rewards = jnp.array([[1.0, NAN, 0.0, 0.5]])
-    rollout = rolled(rewards, correct=jnp.array([[1.0, NAN, 0, 0]]), components=rewards[..., None])
+    rollout = rolled(rewards, correct=jnp.array([[1.0, NAN, 0, 0]]), parts=rewards[..., None])
     # `prepare` masks such a row before it asks for advantages.
     rollout = rollout._replace(mask=rollout.mask & jnp.isfinite(rewards).reshape(-1, 1))
     advantages, returns = row.advantages(rollout)

@@ -80,6 +80,7 @@ def rollout():
         token_rewards=jnp.zeros(mask.shape),
         correct=jnp.asarray(scores > 0, jnp.float32),
         components=jnp.asarray(scores[..., None], jnp.float32),
+        parts=jnp.asarray(scores[..., None], jnp.float32),
         token_scores=jnp.zeros(mask.shape),
         truncated=jnp.asarray(truncated),
         rows=jnp.arange(ROWS // 2),

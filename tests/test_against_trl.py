@@ -256,6 +256,7 @@ def as_rollout(given) -> Rollout:
         token_rewards=zeros,
         correct=scores,
         components=scores[..., None],
+        parts=scores[..., None],
         token_scores=zeros,
         truncated=zeros[:, 0] > 0,
         rows=jnp.arange(len(scores)),

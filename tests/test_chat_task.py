@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlx.tasks import TASKS
+from rlx.tasks.task import Answered
 
 load = TASKS["chat"]
 ROOT = Path(__file__).parents[1]
@@ -48,32 +49,42 @@ def read_one(tmp_path: Path, row: dict, **settings):
         {"messages": TALK},
         {"conversations": TALK},
         {"conversations": SHAREGPT},
-        {"prompt": TALK[:3], "completion": "c"},
-        {"prompt": TALK[:3], "completion": [assistant("c")]},
-        {"prompt": TALK[:3], "chosen": "c", "rejected": "r"},
-        {"conversations": TALK[:3], "chosen": assistant("c"), "rejected": assistant("r")},
-        {"chosen": TALK, "rejected": [*TALK[:3], assistant("r")]},
         {"prompt": "a", "messages": TALK},  # UltraChat's rows tell the first prompt once more
     ],
 )
-def test_every_form_of_a_row_gives_its_conversation(tmp_path, row):
+def test_every_form_of_a_conversation_is_read(tmp_path, row):
     assert read_one(tmp_path, row) == (TALK[:3], TALK)
     prompt, conversation = read_one(tmp_path, row, system="Be brief.")
     assert (prompt, conversation) == ([SYSTEM, *TALK[:3]], [SYSTEM, *TALK])
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": TALK[:3], "completion": "c"},
+        {"prompt": TALK[:3], "completion": [assistant("c")]},
+        {"prompt": TALK[:3], "chosen": "c", "rejected": "r"},
+        {"conversations": TALK[:3], "chosen": assistant("c"), "rejected": assistant("r")},
+        {"chosen": TALK, "rejected": [*TALK[:3], assistant("r")]},
+    ],
+)
+def test_an_answer_that_is_given_apart_is_imitated_alone(tmp_path, row):
+    """And no earlier turn of its prompt."""
+    assert read_one(tmp_path, row) == (TALK[:3], Answered(TALK[:3], "c"))
+    prompt, answered = read_one(tmp_path, row, system="Be brief.")
+    assert answered == Answered(prompt, "c") and prompt == [SYSTEM, *TALK[:3]]
+
+
 def test_a_text_prompt_is_the_users_turn(tmp_path):
     row = {"prompt": "a", "completion": "c"}
-    assert read_one(tmp_path, row) == ([user("a")], [user("a"), assistant("c")])
+    assert read_one(tmp_path, row) == ([user("a")], Answered([user("a")], "c"))
 
 
 def test_an_answer_goes_on_from_its_prefill(tmp_path):
     prompt = [user("a"), assistant("<think>")]
     for row in ({"completion": "x</think>c"}, {"chosen": "x</think>c", "rejected": "r"}):
-        assert read_one(tmp_path, row | {"prompt": prompt}) == (
-            prompt,
-            [user("a"), assistant("<think>x</think>c")],
-        )
+        answered = Answered(prompt, "x</think>c")
+        assert read_one(tmp_path, row | {"prompt": prompt}) == (prompt, answered)
 
 
 def test_what_stands_after_the_last_answer_stays(tmp_path):
@@ -135,8 +146,8 @@ def test_a_heldout_file_and_the_sizes(tmp_path):
     file = write(tmp_path / "a.jsonl", rows)
     other = write(tmp_path / "b.jsonl", [rows[4], rows[3]])
     task = load(seed=0, file=file, heldout_file=other, heldout_size=1, train_size=2)
-    assert [chat[-1]["content"] for chat in task.conversations] == ["a!", "b!"]
-    assert [chat[-1]["content"] for chat in task.heldout_conversations] == ["e!"]
+    assert [chat.answer for chat in task.conversations] == ["a!", "b!"]
+    assert [chat.answer for chat in task.heldout_conversations] == ["e!"]
     assert "2 of 5" in task.notes[0]
     with pytest.raises(ValueError, match="none is left to train"):
         load(seed=0, file=other, heldout_file=file)
@@ -150,4 +161,4 @@ def test_one_file_serves_both_tasks_with_the_same_prompts_held_out(file):
     chats = load(seed=0, file=str(file), heldout_size=2)
     assert (chats.train, chats.heldout) == (pairs.train, pairs.heldout)
     for pair, chat in zip(pairs.pairs, chats.conversations, strict=True):
-        assert chat[-1]["content"].endswith(pair.chosen) and chat[-1]["role"] == "assistant"
+        assert chat == Answered(pair.prompt, pair.chosen)

@@ -396,6 +396,18 @@ def test_an_export_replaces_a_checkpoint_but_no_other_folder_and_leaves_no_remai
         export(source, params, config, source=source)
 
 
+def test_an_export_to_a_link_goes_where_it_leads(saved, tmp_path):
+    source = saved("llama")
+    config = read_config(source)
+    params = load_params(source, config)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "out")
+    for _ in range(2):
+        export(link, params, config, source=source)
+    assert link.is_symlink() and (tmp_path / "out" / "config.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "out", "source"]
+
+
 def test_a_failed_export_leaves_the_earlier_checkpoint_whole(saved, tmp_path):
     source = saved("llama")
     config = read_config(source)

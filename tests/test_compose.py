@@ -11,7 +11,7 @@ from judge_server import candidate, served, verdict
 from model.errors import BadInput
 from rlx.rewards import VERIFIERS, RowError, Score, countdown, judge
 from rlx.rewards.build import bind, build, typed_settings
-from rlx.rewards.compose import Part, one_by_one, staged, weighted
+from rlx.rewards.compose import Part, here, staged, weighted
 from rlx.rewards.score import Span
 
 ROOT = Path(__file__).parents[1]
@@ -247,11 +247,12 @@ def test_rules_beside_a_judge_run_where_the_caller_says():
 
     def pool(verifier, rows):
         seen.append([completion for completion, _ in rows])
-        return one_by_one(verifier, rows)
+        return here(verifier, rows)
 
     with served(lambda body: verdict(0.5)) as fake:
         results = rules_first(fake.url).many([(RIGHT, NUMBERS), (WRONG, NUMBERS)], each=pool)
-    assert seen == [[RIGHT, WRONG]]
+    # The judge is asked of what passed the rules.
+    assert seen == [[RIGHT, WRONG], [RIGHT]]
     assert [r.correct for r in results] == [True, False]
 
 

@@ -178,9 +178,14 @@ def test_replay_is_for_advantages_that_compare_a_group():
         ("log.samples", "2"),
     ],
 )
-def test_pairs_are_not_sampled(path, value):
-    given = ["task.name=preference", "task.file=a", "algorithm.name=dpo"]
+@pytest.mark.parametrize("task, algorithm", [("preference", "dpo"), ("chat", "sft")])
+def test_given_text_is_not_sampled(task, algorithm, path, value):
+    given = [f"task.name={task}", "task.file=a", f"algorithm.name={algorithm}"]
     assert f"{path}: expected unset" in refusal(*given, f"{path}={value}")
+
+
+def test_worked_examples_are_measured_by_samples():
+    load_training(None, ["algorithm.name=sft", "eval.samples=8", "sampling.temperature=0.3"])
 
 
 def test_a_critic_of_its_own_has_no_coefficient():
@@ -342,9 +347,8 @@ def test_a_loss_of_rows_takes_a_correction_of_rows(name):
 
 
 def test_a_row_loss_is_told_by_its_shape():
-    """By its reduction, GRPO with row_mean would be one and GSPO with token_mean would not."""
+    """By its reduction, GSPO with token_mean would be none."""
     token = "rollout.correction=token_truncate"
-    load_training(None, ["algorithm.name=grpo", "algorithm.reduction=row_mean", token])
     load_training(None, ["algorithm.name=gspo_token", token])
     assert "gspo" in refusal("algorithm.name=gspo", "algorithm.reduction=token_mean", token)
     assert "gmpo" in refusal("algorithm.terms=[{name: grpo}, {name: gmpo}]", token)
@@ -392,11 +396,30 @@ def test_a_kl_penalty_has_a_weight_and_only_then():
     ],
 )
 def test_what_changes_the_sum_is_nothing_to_its_parts(overrides):
+    """Where nothing else reads the sum."""
     parts = ["algorithm.advantage=components_normalised"]
     path = overrides[0].partition("=")[0]
     assert f"{path}: expected unset, since dapo" in refusal(*parts, *overrides)
     load_training(None, overrides)
     load_training(None, parts)
+    both = "algorithm.terms=[{name: grpo}, {name: dr_grpo, advantage: components_normalised}]"
+    load_training(None, [both, *overrides])
+
+
+def test_weights_of_a_verifier_that_is_not_asked():
+    weight, own = "task.format_weight=0.5", "{name: 'mine.py:score'}"
+    message = refusal(weight, f"reward.verifiers=[{own}]")
+    assert "task.format_weight: expected unset, since reward.verifiers does not name" in message
+    load_training(None, [weight, f"reward.verifiers=[{{name: task}}, {own}]"])
+
+
+def test_a_loss_of_tokens_is_no_mean_over_rows():
+    """It would count what stands at padding."""
+    message = refusal("algorithm.reduction=row_mean")
+    assert "algorithm.reduction: expected a mean over tokens, since the loss of dapo" in message
+    several = "algorithm.terms=[{name: gspo}, {name: kl_k3, reduction: row_mean}]"
+    assert "algorithm.terms[1].reduction: expected a mean over tokens" in refusal(several)
+    load_training(None, ["algorithm.name=gspo", "algorithm.reduction=row_mean"])
 
 
 def test_a_critic_is_set_where_there_is_one():

@@ -31,7 +31,7 @@ def yaml_file(folder: Path, text: str) -> Path:
         ("algorithm.name=sft",),
         ("algorithm.name=dpo",),
         ("algorithm.name=ppo", "critic.kind=model", "reward.kl=k1", "reward.kl_beta=0.1"),
-        ("algorithm.name=grpo", "algorithm.advantage=gae", "algorithm.reduction=row_mean"),
+        ("algorithm.name=grpo", "algorithm.advantage=gae", "algorithm.reduction=budget_mean"),
         ("algorithm.terms=[{name: gspo, clip_high: 5e-4}, {name: kl_k3, weight: 1e-5}]",),
         ("task.name=preference", "task.file=pairs.jsonl", "algorithm.name=dpo"),
         ("rollout.correction=sequence_mask", "rollout.probe=2", "rollout.replay=4"),

@@ -92,6 +92,18 @@ def test_a_count_without_new_problems_gives_its_share_to_the_others(monkeypatch)
     assert shares[2] < 80 and shares[2] + shares[3] == 310
 
 
+def test_all_problems_of_a_file_or_so_many_and_that_is_said(tmp_path):
+    """A recipe's `train_size` is an upper limit for a file: what it leaves out must not go
+    unnoticed."""
+    file = tmp_path / "problems.jsonl"
+    rows = [{"nums": [i, 1], "target": i + 1} for i in range(1, 41)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    whole = load(seed=0, file=str(file), heldout_size=4, train_size=0)
+    assert len(whole.train) == 36 and whole.notes == ()
+    some = load(seed=0, file=str(file), heldout_size=4, train_size=5)
+    assert len(some.train) == 5 and "5 of 36 problems of" in some.notes[0]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -10,8 +10,10 @@ import run
 from model.tokenizer import load_tokenizer
 from rlx.compilation import Compilation
 from rlx.config import load
+from rlx.data import encode_prompts, worked_examples
 from rlx.data_command import inspect
 from rlx.policy import checkpoint_folder
+from rlx.task_loading import load_task
 
 PAIRS = Path(run.__file__).parent / "configs" / "data" / "countdown_pairs.jsonl"
 SHARED = Path(run.__file__).parents[1] / "shared" / "data"
@@ -88,8 +90,9 @@ def test_chats_are_shown_whole_with_what_is_learnt(capsys, recipe):
     assert (result["kind"], list(result["train"]["tokens"])) == ("chats", ["text"])
     first = result["first"][0]
     (learnt,) = first["learnt"]
-    assert first["text"].endswith("<|im_start|>assistant\n" + learnt)
-    assert learnt.startswith("<think>") and learnt.endswith("<|im_end|>")
+    # The row's prefill is a part of its prompt.
+    assert first["text"].endswith("<|im_start|>assistant\n<think>" + learnt)
+    assert learnt.endswith("<|im_end|>")
     assert result["limits"] == {"text": 20 + 1024}
 
 
@@ -101,6 +104,24 @@ def test_worked_examples_are_those_that_training_draws(recipe):
     assert again == result
     assert inspect(load(recipe, [*settings, "run.seed=1"]), 32)["first"] != result["first"]
     assert result["first"][0]["completion"].endswith("</answer><|im_end|>")
+
+
+def test_worked_examples_are_those_of_training_where_long_prompts_are_left_out(recipe, nano):
+    """For a row that it leaves out, training draws nothing."""
+    few = [*FEW, "task.language=brief", "algorithm.name=sft", "task.numbers=[3,4]"]
+    few += ["task.demonstrations=2", "sampling.max_new_tokens=128", "sampling.long_prompts=skip"]
+    rows = load_task(load(recipe, few)).train
+    limit = sorted(len(nano.encode_prompt(row["prompt"])) for row in rows)[len(rows) // 2]
+    config = load(recipe, [*few, f"sampling.max_prompt_tokens={limit}"])
+    task = load_task(config)
+    kept, ids, _ = encode_prompts(task.train, nano, limit, "row", long_prompts="skip")
+    assert 0 < len(kept) < len(rows)
+    batch = worked_examples(task._replace(train=kept), ids, nano, config.run.seed, 128)
+    completions = zip(batch.tokens[:, -batch.mask.shape[1] :], batch.mask, strict=True)
+    trained = [nano.decode(tokens[mask].tolist()) for tokens, mask in completions]
+    shown = inspect(config, 2 * len(rows))["first"]
+    asked = {nano.decode(prompt) for prompt in ids}
+    assert [text["completion"] for text in shown if text["prompt"] in asked] == trained
 
 
 def test_no_weights_are_read_and_nothing_is_compiled(recipe):

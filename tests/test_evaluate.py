@@ -32,7 +32,7 @@ def completion(correct, text="", problem=0, failed=False):
 def metrics_of(verdicts, group):
     """Of 1 right, 0 wrong, None failed."""
     texts = [completion(bool(v), failed=v is None) for v in verdicts]
-    return summarise(texts, group, lambda text: text)
+    return summarise(texts, group, lambda c: c.text)
 
 
 def test_the_standard_error_is_over_problems_not_over_samples():
@@ -82,7 +82,7 @@ def test_pass_at_k_is_told_for_powers_of_two_and_for_all():
 )
 def test_the_majority_votes_by_answer(answers, right):
     texts = [completion(answer == "b", answer) for answer in answers]
-    assert majority_right(texts, lambda text: text or None) == right
+    assert majority_right(texts, lambda c: c.text or None) == right
 
 
 def test_one_problem_has_no_standard_error():
@@ -113,9 +113,23 @@ def test_without_a_single_score_there_is_no_reward():
 
 
 def test_a_tie_counts_half_and_a_margin_that_is_no_number_counts_nothing():
-    metrics = summarise_pairs(np.array([0.5, 0.0, -1.0, 0.0], np.float32))
-    assert metrics == {"accuracy": 0.5, "stderr": 0.25, "n": 4}
-    assert math.isnan(summarise_pairs(np.array([0.5, np.nan], np.float32))["accuracy"])
+    margins = np.array([0.5, 0.0, -1.0, 0.0], np.float32)
+    metrics = summarise_pairs(margins, np.arange(4))
+    met = [1.0, 0.5, 0.0, 0.5]
+    error = pytest.approx(np.std(met, ddof=1) / 2)
+    assert metrics == {"accuracy": 0.5, "stderr": error, "n": 4}
+    broken = summarise_pairs(np.array([0.5, np.nan], np.float32), np.arange(2))
+    assert math.isnan(broken["accuracy"])
+
+
+def test_the_error_of_pairs_is_over_their_prompts():
+    """Copies of a prompt's pair say nothing new: taken as 40 pairs they would give .08."""
+    margins = np.array([1, -1, 1, 1], np.float32)
+    once = summarise_pairs(margins, np.arange(4))
+    copies = summarise_pairs(np.repeat(margins, 10), np.repeat(np.arange(4), 10))
+    assert copies["stderr"] == pytest.approx(once["stderr"]) == pytest.approx(0.25)
+    assert copies["n"] == 40
+    assert math.isnan(summarise_pairs(margins, np.zeros(4, int))["stderr"])
 
 
 def test_a_row_of_text_without_an_error_and_a_loss_beyond_any_exponent():
@@ -142,27 +156,28 @@ def test_a_score_is_told_with_the_error_it_has(metrics, words):
 
 
 def test_every_kind_of_evaluation_is_told_in_a_line():
-    sampled = summarise([completion(1), completion(0)], 1, lambda text: text)
+    sampled = summarise([completion(1), completion(0)], 1, lambda c: c.text)
     sampled |= {"greedy/pass@1": 1.0, "greedy/stderr": math.nan}
-    pairs = summarise_pairs(np.array([1.0, -1.0], np.float32)) | {"loss": 0.75, "margin": 0.0}
+    pairs = summarise_pairs(np.array([1.0, -1.0], np.float32), np.arange(2))
+    pairs |= {"loss": 0.75, "margin": 0.0}
     texts = summarise_texts(np.array([2.0, 4.0], np.float32), np.array([2, 4]))
     lines = [told(m, headline_of(m)) for m in (sampled, pairs, texts)]
     assert lines == [
         "pass@1 50.0% ± 50.0% (n=2), greedy 100.0%, length 3",
-        "accuracy 50.0% ± 35.4% (n=2), loss 0.75, margin 0",
+        "accuracy 50.0% ± 50.0% (n=2), loss 0.75, margin 0",
         "nll 1 ± 0 (n=2), perplexity 2.718",
     ]
 
 
 def test_a_resumed_run_with_one_problem_tells_its_change():
     before = {"pass@1": 0.0, "stderr": None, "n": 1.0}
-    after = summarise([completion(1)], 1, lambda text: text)
+    after = summarise([completion(1)], 1, lambda c: c.text)
     assert change_told(before, after, "pass@1") == "held-out pass@1 0.0% -> 100.0%"
 
 
 def test_each_summary_has_its_own_headline_alone():
     sampled, rewarded = metrics_of([1, 0], 1), summarise_rewards([completion(1)], 1)
-    pairs = summarise_pairs(np.ones(2, np.float32))
+    pairs = summarise_pairs(np.ones(2, np.float32), np.arange(2))
     texts = summarise_texts(np.ones(2, np.float32), np.ones(2, int))
     for name, metrics in zip(HEADLINES, (sampled, rewarded, pairs, texts), strict=True):
         assert headline_of(metrics) == name
@@ -175,7 +190,7 @@ def test_always_the_commonest_answer_has_a_balanced_accuracy_of_one_over_the_cla
     """The share of right ones would say 60%."""
     labels = ["yes"] * 6 + ["no"] * 3 + ["maybe"]
     texts = [completion(label == "yes") for label in labels]
-    metrics = summarise(texts, 1, lambda text: text, labels)
+    metrics = summarise(texts, 1, lambda c: c.text, labels)
     assert metrics["pass@1"] == 0.6
     assert metrics["balanced_accuracy"] == pytest.approx(1 / 3)
     recalls = {"recall/yes": 1.0, "recall/no": 0.0, "recall/maybe": 0.0}
@@ -185,21 +200,21 @@ def test_always_the_commonest_answer_has_a_balanced_accuracy_of_one_over_the_cla
 def test_recalls_are_over_problems_with_all_their_samples_and_failures():
     """Two samples of each problem: labels read by sample, not by problem, would mix the classes."""
     texts = [completion(right) for right in (1, 1, 1, 0)] + [completion(0, failed=True)] * 2
-    metrics = summarise(texts, 2, lambda text: text, ["yes", "no", "no"])
+    metrics = summarise(texts, 2, lambda c: c.text, ["yes", "no", "no"])
     assert (metrics["recall/yes"], metrics["recall/no"]) == (1.0, 0.25)
     assert metrics["balanced_accuracy"] == 0.625
     with pytest.raises(ValueError, match="2 labels of 3 problems"):
-        summarise(texts, 2, lambda text: text, ["yes", "no"])
+        summarise(texts, 2, lambda c: c.text, ["yes", "no"])
 
 
 def test_a_class_that_no_problem_has_is_no_zero():
     """Of the first problems of a data set, a rare class may have none."""
-    metrics = summarise([completion(1), completion(0)], 1, lambda text: text, ["yes", "no"])
+    metrics = summarise([completion(1), completion(0)], 1, lambda c: c.text, ["yes", "no"])
     assert metrics["balanced_accuracy"] == 0.5 and "recall/maybe" not in metrics
-    assert "balanced_accuracy" not in summarise([completion(1)], 1, lambda text: text)
+    assert "balanced_accuracy" not in summarise([completion(1)], 1, lambda c: c.text)
 
 
 def test_classes_are_told_in_the_line():
-    metrics = summarise([completion(1), completion(0)], 1, lambda text: text, ["yes", "no"])
+    metrics = summarise([completion(1), completion(0)], 1, lambda c: c.text, ["yes", "no"])
     line = "pass@1 50.0% ± 50.0% (n=2), balanced 50.0% (no 0.0%, yes 100.0%), length 3"
     assert told(metrics, "pass@1") == line

@@ -120,6 +120,21 @@ def test_a_line_may_ask_for_fewer_tokens(recipe, tmp_path, capsys):
         assert f"{source}:1: max_new_tokens: expected a whole number" in capsys.readouterr().err
 
 
+def test_a_text_whose_logits_were_not_finite_costs_no_other(recipe, tmp_path, monkeypatch):
+    whole = Generator.__call__
+
+    def broken(*given):
+        samples = whole(*given)
+        return samples._replace(finite=np.arange(len(samples.finite)) != 1)
+
+    monkeypatch.setattr(Generator, "__call__", broken)
+    prompts = [{"prompt": f"{i}+1="} for i in range(3)]
+    more = ("--config", str(recipe), "model.weights=random", "sampling.max_new_tokens=4")
+    first, second, third = generated(tmp_path, prompts, *more)
+    assert first["completion"] and third["completion"]
+    assert (second["completion"], second["finish_reason"]) == (None, "not finite")
+
+
 def test_slots_change_no_text(recipe, tmp_path):
     """Two rows at a time of 18, and all at once."""
     prompts = [{"prompt": f"{i}+1="} for i in range(9)]

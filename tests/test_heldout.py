@@ -23,6 +23,7 @@ from rlx.policy import Policy, checkpoint_folder
 from rlx.rewards.score import Score
 from rlx.scorers import RewardModel
 from rlx.tasks import Task
+from rlx.tasks.task import Mixing
 
 MODEL = Qwen(CONFIG)
 
@@ -85,7 +86,7 @@ def test_pairs_are_measured_one_by_one_whatever_the_micro_batch():
         assert metrics["loss"] == pytest.approx(np.logaddexp(0, -margins).mean(), abs=1e-5)
         assert metrics["rewards/chosen"] == pytest.approx(chosen.mean(), abs=1e-5)
         assert metrics["rewards/rejected"] == pytest.approx(rejected.mean(), abs=1e-5)
-        error = math.sqrt(accuracy * (1 - accuracy) / n) if n > 1 else math.nan
+        error = math.sqrt(accuracy * (1 - accuracy) / (n - 1)) if n > 1 else math.nan
         assert metrics["stderr"] == pytest.approx(error, nan_ok=True)
 
 
@@ -205,8 +206,8 @@ def task(score=None, verdicts=False):
     return Task(name="trial", train=heldout, heldout=heldout, score=score, verdicts=verdicts)
 
 
-def heldout_of(policy, task, reward_model=None):
-    settings = ["sampling.max_new_tokens=4", "sampling.temperature=1", "eval.samples=2"]
+def heldout_of(policy, task, reward_model=None, samples=2):
+    settings = ["sampling.max_new_tokens=4", "sampling.temperature=1", f"eval.samples={samples}"]
     config = load(None, [*settings, "eval.batch=4"])
     counts = {"eval.final_problems": 5, "eval.problems": 3}
     return Heldout(config, policy, task, jax.random.key(4), counts, reward_model)
@@ -238,6 +239,27 @@ def test_a_verifier_without_verdicts_is_told_by_its_reward(policy):
     metrics, texts = heldout.evaluate(policy.params, 3, greedy=False)
     assert metrics["reward"] == pytest.approx(np.mean([len(c.text) for c in texts]))
     assert metrics["n"] == 3 and "pass@1" not in metrics
+
+
+def test_in_a_mixture_each_task_reads_its_own_votes(policy):
+    """By one reader, boxed answers and answers in tags would not both be votes."""
+
+    def upper(text):
+        return text[:1].upper() or None
+
+    named = {"a": task()._replace(answer=upper), "b": task()._replace(answer=lambda text: None)}
+    mixing = Mixing(named, (1.0, 1.0), (1.0, 1.0), "weights", 0.1)
+
+    def right(text, row):
+        return Score(1.0, True, {"correct": 1.0}, "")
+
+    right.bounded = True
+    rows = [{"prompt": f"{i} =", "task": "ab"[i % 2]} for i in range(5)]
+    mixed = Task("mixture", rows, rows, right, mixture=mixing)
+    heldout = heldout_of(policy, mixed, samples=3)
+    metrics, _ = heldout.evaluate(policy.params, 5, greedy=False)
+    assert metrics["task/a/maj@3"] == 1.0 and metrics["task/b/maj@3"] == 0.0
+    assert metrics["maj@3"] == pytest.approx(3 / 5)
 
 
 def test_rows_that_nothing_can_score_are_refused(policy):

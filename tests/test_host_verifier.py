@@ -46,7 +46,7 @@ def test_rewards_verdicts_and_components_stand_at_their_places():
     tokens, lengths = rollout([[RIGHT, WRONG, "x"], [RIGHT, WRONG, "x"]])
     host = verifier()
     rewards, correct, components, _ = host(np.array([0, 1]), tokens, lengths)
-    assert host.components == ("format", "correct")
+    assert host.components == {"format": 0.1, "correct": 1.0}
     np.testing.assert_allclose(rewards, [[1.1, 0.1, 0], [0.1, 1.1, 0]], atol=1e-6)
     np.testing.assert_array_equal(correct, [[1, 0, 0], [0, 1, 0]])
     np.testing.assert_array_equal(components[..., 0], [[1, 1, 0], [1, 1, 0]])
@@ -191,7 +191,7 @@ def test_countdown_pays_each_line_where_it_ends():
     rows = [{"nums": [3, 5, 9], "target": 24}]
     text = "24-3=21 no\n24-9=15 5*3\n</think><answer>5*3+9</answer>"
     host = verifier(partial(VERIFIERS["countdown"], line_weight=0.2), rows)
-    assert host.components == ("format", "correct", "lines")
+    assert host.components == {"format": 0.1, "correct": 1.0, "lines": 0.2}
     tokens, lengths = rollout([[text]])
     rewards, _, components, places = host(np.array([0]), tokens, lengths)
     np.testing.assert_allclose(rewards, [[1.3]], atol=1e-6)
@@ -220,7 +220,7 @@ def test_workers_score_as_the_process_itself_does():
         host(np.array([0, 1]), tokens, lengths),
     )
     host.close()
-    assert host.components == ("format", "correct")
+    assert host.components == {"format": 0.1, "correct": 1.0}
     for mine, theirs in zip(here, there, strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
@@ -252,7 +252,7 @@ def test_a_verifier_that_names_its_components_is_not_asked_for_them():
 
     score.components = ("a", "b")
     host = verifier(score)
-    assert host.components == ("a", "b") and not calls
+    assert host.components == {"a": 0.0, "b": 0.0} and not calls
     tokens, lengths = rollout([["x"]])
     _, _, components, _ = host(np.array([0]), tokens, lengths)
     np.testing.assert_array_equal(components, [[[0, 1]]])  # by name, not in the order they came

@@ -20,6 +20,7 @@ from rlx.rewards.judge import SETTINGS, check, score, score_many
 from rlx.rewards.judge_client import JudgeFailure
 from rlx.rewards.judge_prompt import RUBRIC
 from rlx.rewards.judge_reply import Malformed, read_reply, scaled
+from rlx.score_file import score_file
 from rlx.tasks.open_answers import load
 
 ROOT = Path(__file__).parents[1]
@@ -195,7 +196,7 @@ def test_in_a_rollout_a_row_without_a_verdict_is_nan_and_the_others_keep_their_r
         )
         assert judge.bodies == []  # the components' names cost no request
         rewards, correct, components, _ = verifier(np.array([0]), tokens, lengths)
-    assert verifier.components == ("score", "confidence")
+    assert verifier.components == {"score": 1.0, "confidence": 0.0}
     np.testing.assert_array_equal(rewards, [[0.75, np.nan, np.nan, 0.0]])
     assert np.isnan(correct).all() and np.isnan(components[0, 1:3]).all()
     assert verifier.failures == 2 and "confidence" in verifier.last_failure
@@ -274,6 +275,22 @@ def test_the_task_of_open_answers(tmp_path):
         load(seed=0, file=str(file), judge={"base_url": judge.url})
     with pytest.raises(BadInput, match="judge: seconds"):
         load(seed=0, file=str(file), judge=judge.settings | {"seconds": "soon"})
+
+
+def test_nothing_is_asked_where_a_row_is_bad(tmp_path):
+    """All replies would be paid for, and lost with the error."""
+    file = tmp_path / "in.jsonl"
+    rows = [{"completion": f"c{i}", "question": "Q?"} for i in range(5)] + [{"completion": "x"}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with served(lambda body: verdict(0.9)) as judge:
+        given = [f"task.base_url={judge.url}", "task.judge_model=stub"]
+        with pytest.raises(BadInput, match=r"in\.jsonl:6"):
+            score_file("judge", file, tmp_path / "out.jsonl", given)
+        assert judge.bodies == []
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows[:5]))
+        summary = score_file("judge", file, tmp_path / "out.jsonl", given)
+    # Nothing is right or wrong: 0 would say that all were wrong.
+    assert summary["solve_rate"] is None and summary["mean_reward"] == pytest.approx(0.9)
 
 
 def test_a_row_without_a_question_is_refused_or_left_out(tmp_path):

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -130,6 +132,23 @@ def test_a_running_event_loop_is_no_obstacle():
 
     with served(lambda body: verdict(0.9)) as judge:
         assert asyncio.run(in_a_loop()).reward == 0.9
+
+
+def test_breaking_off_breaks_the_requests_off():
+    """Ctrl-C in a batch of thousands: what was not asked yet is not paid for."""
+
+    def answer(body):
+        if body is judge.bodies[1]:
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)
+        return verdict()
+
+    with served(answer) as judge:
+        with pytest.raises(KeyboardInterrupt):
+            score_many([(str(i), ROW) for i in range(60)], **judge.settings, concurrency=2)
+        asked = len(judge.bodies)
+        time.sleep(0.3)
+    assert len(judge.bodies) == asked < 10
 
 
 def test_the_budget_counts_every_request_of_this_process():

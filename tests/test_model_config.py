@@ -251,6 +251,15 @@ def test_what_the_model_does_not_do_is_refused_by_name(change):
     refuses(LLAMA | change, next(iter(change)))
 
 
+def test_qwen3_coder_reads_as_published():
+    """Its file states what its family does anyway."""
+    coder = {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}
+    assert from_hugging_face(QWEN3_30B_A3B | coder) == from_hugging_face(QWEN3_30B_A3B)
+    for change in ({"qkv_bias": True}, {"use_qk_norm": False}):
+        refuses(QWEN3_30B_A3B | coder | change, next(iter(change)))
+    refuses(LLAMA | {"use_qk_norm": True}, "use_qk_norm")
+
+
 def test_other_families_are_refused_with_the_list():
     for family in ("qwen3_next", "mistral", None):
         refuses(LLAMA | {"model_type": family}, f"{family!r}.*qwen2, qwen3, qwen3_moe, llama")

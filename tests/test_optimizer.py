@@ -15,6 +15,8 @@ from rlx.settings import OptimizerSettings
     [
         ({"warmup_steps": 4}, 8, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]),
         ({"warmup_steps": 1}, 2, [1, 1]),
+        ({"schedule": "linear", "warmup_steps": 1}, 4, [1, 1, 2 / 3, 1 / 3]),
+        ({"schedule": "cosine", "warmup_steps": 1}, 3, [1, 1, 0.5]),
         ({"schedule": "linear"}, 4, [1, 0.75, 0.5, 0.25]),
         ({"schedule": "linear", "warmup_steps": 2, "final_fraction": 0.5}, 4, [0.5, 1, 1, 0.75]),
         ({"schedule": "cosine"}, 4, [1, 0.853553, 0.5, 0.146447]),

@@ -1,6 +1,7 @@
 """PPO in full: advantages from a critic, the critic's own learning, and a reward model in a run."""
 
 import contextlib
+import dataclasses
 import functools
 
 import jax
@@ -236,6 +237,19 @@ def sampled(made):
         correct=jnp.zeros((4, 8)),
     )
     return pending._replace(rollout=rollout, kept=jnp.ones(4, bool))
+
+
+def test_a_critic_of_its_own_has_no_head_of_words():
+    """Untied, its parameters hold none, and the values of a stream must not ask for one."""
+    made, whole = ppo_plan(True, packing=True, samples=8), ppo_plan(True)
+    untied = Qwen(dataclasses.replace(CONFIG, tie_embeddings=False))
+    made = made._replace(learner=made.learner._replace(critic=untied))
+    pending, state = sampled(made), start(made, True)
+    rollout = pending.rollout
+    text = (rollout.tokens, rollout.positions, rollout.mask, rollout.truncated)
+    of_stream, of_rows = (score_text(m, state, Frozen(), *text) for m in (made, whole))
+    np.testing.assert_allclose(of_stream.values, of_rows.values, atol=1e-5)
+    np.testing.assert_allclose(of_stream.bootstrap, of_rows.bootstrap, atol=1e-5)
 
 
 @pytest.mark.parametrize("separate", [True, False], ids=["separate critic", "shared head"])

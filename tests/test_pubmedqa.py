@@ -179,6 +179,14 @@ def test_a_file_of_ids_names_the_held_out_ones(tmp_path):
         load(seed=0, file=file, heldout_file=write(tmp_path / "c.json", {"1": "no"}))
 
 
+def test_rows_that_are_counted_in_each_file_are_no_same_problems(tmp_path):
+    """Their numbers say nothing of the other file; the question does."""
+    rows = [record(i, id=i) for i in range(4)]
+    other = [record(9, id=0), record(3, id=1)]
+    file, held = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", other)
+    assert len(load(seed=0, file=file, heldout_file=held, heldout_size=2).train) == 3
+
+
 def test_rows_by_other_names(tmp_path):
     """As the hub has them, with one text for all contexts, and with columns mapped."""
     hub = [

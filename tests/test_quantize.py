@@ -259,7 +259,7 @@ def test_the_settings_reach_the_sampler(tiny_nano):
     config = resolve(load_training(None, [*given, "sampling.cache=int8"]))
     policy = load_policy(config, jax.random.key(0))
     learner = assemble.make_learner(config, policy)
-    made = assemble.make_plan(config, policy, learner, ("answer",), True).sampling
+    made = assemble.make_plan(config, policy, learner, {"answer": 1.0}, True).sampling
     assert (made.weights, made.cache) == ("int8", "int8")
     rows = (jnp.arange(2), jnp.zeros(2, jnp.int32), jax.random.key(3), 0)
     jitted = jax.jit(sample_rows, static_argnums=0)

@@ -248,6 +248,7 @@ def pending_of(correct, seed, kept=(True, True)):
         rewards=rewards,
         correct=rewards,
         components=rewards[..., None],
+        parts=rewards[..., None],
         rows=jnp.asarray(rows, jnp.int32),
     )
     return pending._replace(rollout=made, kept=jnp.array(kept), round=jnp.int32(1))
@@ -307,6 +308,26 @@ def test_a_penalty_in_the_reward_makes_no_group_worth_keeping():
     assert len(set(np.asarray(preview.rollout.rewards[1]).tolist())) > 1
     assert ops.values(metrics)["replay/held"] == 1.0
     assert memory.replay.rollout.rows[0] == early.rollout.rows[0]
+
+
+@pytest.mark.parametrize(
+    ("shaping", "truncated", "held"),
+    [
+        # One that was wholly wrong and has advantages all the same.
+        (Shaping(missing_stop_penalty=0.5), [False] * 5 + [True] * 3, 2.0),
+        # One that was mixed and has none once it is cut.
+        (Shaping(clip=0.5), [False] * 8, 1.0),
+    ],
+)
+def test_what_is_worth_keeping_goes_by_the_rewards_that_are_learnt_from(shaping, truncated, held):
+    made = MADE._replace(shaping=shaping)
+    rewards = [[1, 0, 0, 1], [2.0, 3.0, 2.0, 2.0] if shaping.clip else [0, 0, 0, 0]]
+    pending = pending_of(rewards, seed=1)
+    rollout = pending.rollout._replace(truncated=jnp.asarray(truncated))
+    _, _, _, metrics = scored_batch(
+        made, state_of(initial_params()), Frozen(), pending._replace(rollout=rollout)
+    )
+    assert ops.values(metrics)["replay/held"] == held
 
 
 def test_the_first_update_already_corrects_for_the_policy_having_moved():

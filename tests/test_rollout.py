@@ -300,6 +300,22 @@ def prepared(made, pending, cursor=0):
     return batch, preview, metrics
 
 
+def test_the_parts_of_a_reward_are_what_adds_up_to_it():
+    """A penalty keeps its sign, what counts nothing is no part, and without weights the reward is
+    one."""
+    components = jnp.array([[[1.0, 0.3, 2.0], [0.0, 0.9, 5.0]]])
+    rewards = components @ jnp.array([1.0, 0.0, -0.2])
+    scores = scored([[1, 0]])._replace(components=components, rewards=rewards)
+    names = {"components": ("a", "b", "c"), "prompts": 1, "samples": 2}
+    settings = sampling(**names, component_weights=(1.0, 0.0, -0.2))
+    parts = join(settings, pool(), jnp.array([3]), made_up([2, 2]), scores).parts
+    np.testing.assert_allclose(parts, [[[1.0, -0.4], [0.0, -1.0]]], atol=1e-6)
+    np.testing.assert_allclose(parts.sum(-1), rewards, atol=1e-6)
+    assert rollout.empty_rollout(settings, 8).parts.shape == parts.shape
+    whole = join(sampling(**names), pool(), jnp.array([3]), made_up([2, 2]), scores).parts
+    np.testing.assert_array_equal(whole, rewards[..., None])
+
+
 def test_a_rollout_puts_prompt_and_completion_side_by_side():
     settings, prompts = sampling(samples=2), pool()
     rows = jnp.array([5, 0])
@@ -394,6 +410,15 @@ def test_metrics_of_groups():
     assert values["reward/mean"] == pytest.approx(rewards.mean())
     assert values["reward/std"] == pytest.approx(rewards.std(), abs=1e-6)
     assert values["reward/answer"] == pytest.approx(rewards.mean())
+
+
+def test_one_sample_a_prompt_is_no_group():
+    """It would always equal itself, and read as nothing to learn from."""
+    alone = sampling(prompts=4, samples=1)
+    pending = collected(alone, made_up([2] * 4), [[1], [0], [1], [0]], rows=range(4))
+    values = ops.values(finish_metrics(alone, pending))
+    assert values["solve_rate"] == 0.5
+    assert not [name for name in values if name.startswith("groups/")]
 
 
 def run_step(script, *, prompts=2, samples=2, max_rounds=4, dynamic=True, cursor=0, size=6):

@@ -151,9 +151,19 @@ def test_what_is_not_built_is_refused_by_name(scaling, message):
 def test_two_scalings_that_differ_are_refused():
     other = {"rope_type": "yarn"} | QWEN | {"factor": 2.0}
     config = SIZES | {"model_type": "qwen2", "rope_scaling": {"rope_type": "yarn"} | QWEN}
-    for parameters in (other, {"rope_type": "default", "rope_theta": 1e4}):
-        with pytest.raises(CheckpointError, match="scaling is stated twice and differs"):
-            from_hugging_face(config | {"rope_parameters": parameters})
+    with pytest.raises(CheckpointError, match="scaling is stated twice and differs"):
+        from_hugging_face(config | {"rope_parameters": other})
+
+
+def test_a_checkpoint_that_is_stretched_by_hand():
+    """What transformers 5 has saved holds `rope_parameters` already, without a scaling."""
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    config = SIZES | {"model_type": "qwen2", "rope_parameters": plain}
+    stretched = from_hugging_face(config | {"rope_scaling": {"rope_type": "yarn"} | QWEN})
+    assert stretched.rope_scaling == Yarn(4.0, 32768) and stretched.rope_theta == 1e4
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4} | QWEN
+    with pytest.raises(CheckpointError, match="scaling is stated twice and differs"):
+        from_hugging_face(config | {"rope_parameters": yarn, "rope_scaling": {"type": "default"}})
 
 
 @pytest.mark.parametrize(

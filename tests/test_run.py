@@ -171,6 +171,20 @@ def test_generate_names_the_line_that_is_wrong(tmp_path, capsys):
     assert f"{source}:2" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["eval", "eval.problems=4"], "never reads eval.problems"),
+        (["eval", "run.dir=a"], "never reads run.dir"),
+        (["generate", "--input", "x", "--output", "y", "run.dir=a"], "never reads run.dir"),
+        (["eval", "sampling.temperature=0", "eval.samples=4"], "eval.samples: expected 1"),
+    ],
+)
+def test_what_a_command_would_not_read_is_refused(given, told, capsys):
+    assert run.main(given) == 2
+    assert told in capsys.readouterr().err
+
+
 def test_eval_tells_pass_at_k_and_majority(capsys):
     given = ["eval", "--json", "eval.final_problems=8", "eval.samples=4"]
     assert run.main([*given, "task.heldout_size=8", "sampling.max_new_tokens=24"]) == 0

@@ -84,6 +84,12 @@ def test_a_folder_of_several_splits_is_refused(tmp_path):
     assert read_rows(tmp_path / "train.jsonl") == [{"a": 1}]
 
 
+def test_a_whole_surrogate_pair_is_a_character(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"a": "\\ud83d\\ude00"}')
+    assert read_rows(file) == [{"a": "\U0001f600"}]
+
+
 def test_what_is_no_json_number_reads_as_null(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"a": NaN, "b": -Infinity, "c": 1e999}')
@@ -98,6 +104,8 @@ def test_what_is_no_json_number_reads_as_null(tmp_path):
         ("a.jsonl", b'{"a":1}\n{"a":"\xff"}\n', r"a\.jsonl:2: this is not UTF-8"),
         ("a.jsonl", b"[" * 100_000, r"a\.jsonl:1: "),
         ("a.jsonl", b'{"a":1,"b":2,"a":3}\n', r"a\.jsonl:1: 'a' stands there twice"),
+        ("a.jsonl", b'{"a":1}\n{"a":["x \\uD83D"]}\n', r"a\.jsonl:2: .ud83d is half of a char"),
+        ("a.json", b'[{"a":"\\ude00"}]', r"a\.json: .ude00 is half of a character"),
         ("a.jsonl", b"\n\n", r"a\.jsonl holds no rows"),
         ("a.jsonl", b"", r"a\.jsonl holds no rows"),
         ("a.json", b'{"a":1}\n{"a":2}\n', r"a\.json: .*named \.jsonl"),

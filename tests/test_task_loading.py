@@ -6,6 +6,7 @@ from model.errors import BadInput
 from model.tokenizer import load_tokenizer
 from rlx.config import ConfigError, load, load_training
 from rlx.policy import BUNDLED
+from rlx.rewards import VERIFIERS
 from rlx.rewards.pool import WorkerPool
 from rlx.rewards.score import Score
 from rlx.task_loading import load_task, make_verifier
@@ -115,7 +116,7 @@ def test_in_a_mixture_a_verifier_of_many_rows_gets_its_own_at_once():
         return Score(1.0, True, {"correct": 1.0}, "")
 
     judge.many = many
-    score = ByTask({"a": judge, "b": rule}, ("score", "correct"))
+    score = ByTask({"a": judge, "b": rule}, {"score": 0.0, "correct": 1.0})
     rows = [("", {"task": name, "id": i}) for i, name in enumerate(["a", "b", "a", "c"])]
     first, second, third, unknown = score.many(rows)
     assert asked == [[0, 2]]
@@ -123,3 +124,79 @@ def test_in_a_mixture_a_verifier_of_many_rows_gets_its_own_at_once():
     assert second.components == {"score": 0.0, "correct": 1.0}
     assert isinstance(unknown, BadInput)
     assert not score.bounded
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_mixture_has_verdicts_only_where_all_of_its_tasks_have(tmp_path, order):
+    """Whichever comes first: else rows of the other count as wrong, and dynamic sampling drops
+    them for ever."""
+    file = tmp_path / "open.jsonl"
+    file.write_text("".join(f'{{"question": "Why {i}?"}}\n' for i in range(6)))
+    judge = "judge: {base_url: 'http://127.0.0.1:9', judge_model: M}"
+    tasks = [
+        "{name: sums, train_size: 8, heldout_size: 4}",
+        f"{{name: open, file: {file}, heldout_size: 2, {judge}}}",
+    ]
+    given = ["task.name=mixture", f"task.tasks=[{', '.join(tasks[::order])}]"]
+    own = tmp_path / "mine.py"
+    own.write_text(OWN)
+    with_own = [f"reward.verifiers=[{{name: task}}, {{name: '{own}:short', weight: 0.1}}]"]
+    for settings in ([], with_own):
+        assert not load_task(load(None, [*given, *settings])).verdicts
+    stages = [with_own[0].replace("weight: 0.1", "threshold: 0.5"), "reward.combine=stages"]
+    with pytest.raises(BadInput, match="calls nothing of open right or wrong"):
+        load_task(load(None, [*given, *stages]))
+
+
+def test_limits_that_nothing_keeps_are_refused():
+    config = load(None, [*SUMS, "reward.row_seconds=3"])
+    task = load_task(config)
+    with pytest.raises(BadInput, match=r"reward\.row_seconds: expected unset.*reward\.workers=1"):
+        make_verifier(config, task, task.train, load_tokenizer(BUNDLED["nano"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("countdown", {}),
+        ("countdown", {"line_weight": 0.2}),
+        ("maths", {"format_weight": 0.3}),
+        ("choice", {}),
+        ("pubmedqa", {}),
+        ("gym", {"partial_weight": 0.5}),
+    ],
+)
+def test_a_reward_is_the_weighted_sum_of_its_components(name, settings):
+    """What `components_normalised` takes apart is the whole reward, and nothing else."""
+    answer = {"choice": "B", "pubmedqa": "yes"}.get(name, "3")
+    row = {"nums": [1, 2], "target": 3, "answer": answer, "options": ["1", "3"]}
+    if name == "gym":
+        row |= {"dataset": "basic_arithmetic", "metadata": {}, "options": {}}
+    for text in ("1+2=3</think><answer>1+2</answer>", "<answer>B</answer>", "3", "yes", ""):
+        score = VERIFIERS[name](text, row, **settings)
+        parts = [weight * score.components[part] for part, weight in score.weights.items()]
+        assert score.weights and score.reward == pytest.approx(sum(parts))
+
+
+def test_a_sum_of_verifiers_has_a_part_for_each_with_its_sign(own):
+    entries = f"[{{name: task}}, {{name: '{own}', weight: -0.2}}]"
+    task = load_task(load(None, [*SUMS, f"reward.verifiers={entries}"]))
+    score = task.score("", task.train[0])
+    assert score.weights == {"task/reward": 1.0, "short/reward": -0.2}
+    parts = [weight * score.components[part] for part, weight in score.weights.items()]
+    assert score.reward == pytest.approx(sum(parts))
+
+
+def test_a_part_that_one_task_of_a_mixture_does_not_count_is_none():
+    """Else its rows would be paid for it."""
+    one, two = TWO_SUMS[1], TWO_SUMS[1].replace("label: b, format_weight: 0,", "label: b,")
+    for tasks, weights in ((one, {"format": 0.0, "correct": 1.0}), (two, {})):
+        task = load_task(load(None, [TWO_SUMS[0], tasks]))
+        assert task.score.components == dict.fromkeys(["format", "correct"], 0.0) | weights
+
+
+TWO_SUMS = (
+    "task.name=mixture",
+    "task.tasks=[{name: countdown, label: a, format_weight: 0, train_size: 8, heldout_size: 4},"
+    " {name: countdown, label: b, format_weight: 0, train_size: 8, heldout_size: 4}]",
+)

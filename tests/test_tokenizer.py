@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as Raw
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from model.config import CheckpointError, from_hugging_face
+from model.errors import BadInput
 from model.tokenizer import check_ids, check_vocabulary, load_tokenizer
 
 QWEN3 = Path(__file__).parents[2] / "shared" / "data" / "qwen3_tokenizer"
@@ -245,9 +246,10 @@ def test_qwen3_encodes_as_its_file(qwen3):
 def test_qwen3_generation_prompt_follows_its_template(qwen3):
     text = "<|im_start|>user\nwhat is it?<|im_end|>\n<|im_start|>assistant\n"
     assert qwen3.render(USER) == text
-    assert qwen3.render(USER, enable_thinking=False) == text + "<think>\n\n</think>\n\n"
+    brief = load_tokenizer(QWEN3, {"enable_thinking": False})
+    assert brief.render(USER) == text + "<think>\n\n</think>\n\n"
     reference = AutoTokenizer.from_pretrained(QWEN3)
-    assert qwen3.encode_prompt(USER, enable_thinking=False) == reference.apply_chat_template(
+    assert brief.encode_prompt(USER) == reference.apply_chat_template(
         USER, add_generation_prompt=True, enable_thinking=False, return_dict=False
     )
 
@@ -317,9 +319,10 @@ def test_an_answer_has_one_stop_token_the_templates_or_the_tokenizers(folder):
     assert tokenizer.encode_answer(USER, "it") == [*tokenizer.encode("it"), close]
     assert tokenizer.encode_answer(USER, "it<|im_end|>") == [*tokenizer.encode("it"), close]
     prefilled = [*USER, turn("assistant", "it ")]
-    for prompt in ("what is", prefilled):
-        assert tokenizer.encode_answer(prompt, "it is") == [*tokenizer.encode("it is"), end]
-        assert tokenizer.encode_answer(prompt, "it<|im_end|>is") == [*tokenizer.encode("it"), end]
+    # Behind a prefill an answer ends as any other of the template's.
+    for prompt, stop in (("what is", end), (prefilled, close)):
+        assert tokenizer.encode_answer(prompt, "it is") == [*tokenizer.encode("it is"), stop]
+        assert tokenizer.encode_answer(prompt, "it<|im_end|>is") == [*tokenizer.encode("it"), stop]
 
 
 def test_without_an_end_of_text_the_last_stop_token_ends_an_answer(folder):
@@ -355,6 +358,81 @@ def test_an_answer_that_the_template_puts_elsewhere_is_taken_as_it_stands(folder
             prompt_ids = tokenizer.encode_prompt(prompt)
             assert text.ids == [*prompt_ids, *tokenizer.encode(answer), tokenizer.end_id]
             assert text.assistant.count(True) == len(text.ids) - len(prompt_ids)
+
+
+THINKING = QWEN25_TEMPLATE.replace(
+    "<|im_start|>assistant\\n' }}", "<|im_start|>assistant\\n<think>\\n' }}"
+)
+
+
+@pytest.mark.parametrize("prefill", ["<think>", "Step by step.\n<think>"])
+def test_a_think_block_is_opened_once(folder, prefill):
+    """R1's generation prompt opens one, and so do the prefills of tasks and the answers of data."""
+    tokenizer = load_tokenizer(folder(template=THINKING))
+    text = tokenizer.decode(tokenizer.encode_prompt([*USER, turn("assistant", prefill)]))
+    assert text.endswith("<|im_start|>assistant\n" + prefill)
+    assert tokenizer.render(USER).endswith("<|im_start|>assistant\n<think>\n")
+    (close,) = tokenizer.encode("<|im_end|>")
+    # As the template writes it; and where that does not begin as its own generation prompt.
+    for written, stop in (("<think>\nit</think>what", close), ("<think>it</think>what", None)):
+        answer = tokenizer.encode_answer(USER, written)
+        assert answer == [*tokenizer.encode("it</think>what"), stop or tokenizer.end_id]
+        (chat,) = tokenizer.encode_chat([*USER, turn("assistant", written)])
+        assert chat.ids == tokenizer.encode_prompt(USER) + answer
+
+
+def test_a_text_prompt_begins_as_the_tokenizer_begins_texts(folder):
+    """Llama's begin with a token of their own; an answer, and what a template wrote, do not."""
+    raw = byte_level()
+    begin = raw.token_to_id("<|im_start|>")
+    raw.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", begin)]
+    )
+    special = {"bos_token": "<|im_start|>", "eos_token": "<|endoftext|>"}
+    tokenizer = load_tokenizer(folder(raw, **special))
+    assert tokenizer.encode_prompt("it is") == [begin, *tokenizer.encode("it is")]
+    assert tokenizer.encode_prompt("<|im_start|>it") == tokenizer.encode("<|im_start|>it")
+    assert tokenizer.encode_prompt(USER).count(begin) == 3  # of three turns
+    assert begin not in tokenizer.encode_answer("it is", "what")
+
+
+def test_no_prompt_is_of_today(folder):
+    """Llama 3.2's template writes the date, so that a resumed run would have other prompts."""
+    dated = (
+        "{%- if not date_string is defined %}{%- set date_string = strftime_now('%d %b %Y') %}"
+        "{%- endif %}{{ date_string + '\n' }}" + QWEN25_TEMPLATE
+    )
+    path = folder(template=dated)
+    assert load_tokenizer(path).render(USER).startswith("26 Jul 2024\n")
+    assert load_tokenizer(path, {"date_string": "it"}).render(USER).startswith("it\n")
+
+
+@pytest.mark.parametrize("name", ["enable_thinkng", "tokenize", "add_generation_prompt"])
+def test_what_a_template_does_not_read_is_refused(folder, name):
+    with pytest.raises(BadInput, match=f"chat template reads; came {name}"):
+        load_tokenizer(folder(), {name: True})
+
+
+def test_given_text_needs_a_tokenizer_that_encodes_answers_by_themselves(folder):
+    """Llama 2's puts a space before each piece that it encodes."""
+    raw = Raw(models.BPE(vocab={"\u2581": 0, "a": 1, "<unk>": 2}, merges=[], unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Metaspace()
+    raw.decoder = decoders.Metaspace()
+    tokenizer = load_tokenizer(folder(raw, eos_token="<unk>", pad_token="<unk>"))
+    assert tokenizer.encode_prompt("a") == [0, 1]
+    with pytest.raises(BadInput, match="not on given text"):
+        tokenizer.encode_answer("a", "a")
+    with pytest.raises(BadInput, match="not on given text"):
+        tokenizer.encode_chat(TALK)
+
+
+@pytest.mark.parametrize("content", ["{", '{"version": "1.0"}', '{"model": {"type": "Newer"}}'])
+def test_a_tokenizer_file_that_nobody_can_read_is_said_so(folder, content):
+    """Cut short, or of a newer release: the libraries raise bare exceptions."""
+    path = folder()
+    (path / "tokenizer.json").write_text(content)
+    with pytest.raises(CheckpointError):
+        load_tokenizer(path)
 
 
 @pytest.mark.parametrize(

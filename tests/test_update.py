@@ -361,6 +361,12 @@ def test_the_ratio_of_a_later_update_has_left_one():
     first, second = seen(rows, headed_params()), seen(rows, moved().params)
     assert first["grpo/ratio/max"] == pytest.approx(1.0, abs=1e-5)
     assert second["grpo/ratio/max"] > 1.01
+    # Of text that the old policy wrote, in the mean over it: the Kullback-Leibler divergence.
+    again = score_rows(
+        learner("grpo", micro=ROWS), moved().params, {}, rows.tokens, rows.positions, 5
+    ).logprobs
+    d = np.asarray(again - old)[np.asarray(rows.mask)]
+    assert second["kl/old"] == pytest.approx(np.mean(np.expm1(d) - d), rel=1e-4)
     # Between sampler and trainer when the text was sampled, whatever the policy did since.
     assert second["sampler_gap/max"] == pytest.approx(0.125, abs=1e-5)
     # Where the sampler's own stand for the old ones, the gap is that of the policy now.

@@ -24,6 +24,7 @@ from rlx.rewards.host import HostVerifier
 from rlx.rewards.pool import WorkerPool
 from rlx.rewards.score import RowError, Span
 from rlx.rewards.worker import Failure
+from rlx.tasks.mixture import ByTask
 
 ROWS = [{"number": i} for i in range(7)]
 LIMITS = {"seconds": 1.0, "memory_bytes": 200 * 2**20}
@@ -447,3 +448,28 @@ def test_the_benchmark_reports_both_ways_to_score():
     line = json.loads(done.stdout)
     assert line["same"] and line["unscored"] == 0 and 0.4 < line["right_share"] < 0.6
     assert line["in_process_rows_per_s"] > 0 and line["pool_first_rows_per_s"] > 0
+
+
+def test_the_limits_of_a_verifier_within_a_mixture_within_a_sum():
+    """A judge among the tasks makes the whole one of many rows; the others keep their workers."""
+    judge, rule = partial(_judged, size=1), partial(_rule, size=1)
+    judge.many = lambda rows: [_judged(*row, size=1) for row in rows]
+    mixed = ByTask({"a": judge, "b": rule}, {"score": 1.0})
+    whole = weighted([Part("task", 1.0, mixed), Part("more", 1.0, rule)])
+    scorer = batch_scorer(whole, [{"task": "a"}, {"task": "b"}], workers=1, seconds=7.0)
+    try:
+        inner = scorer.parts[mixed]
+        assert isinstance(scorer.parts[rule], WorkerPool)
+        assert isinstance(inner.parts[rule], WorkerPool) and inner.parts[rule].seconds == 7.0
+        first, second = scorer.score_all([("x", 0), ("xyz", 1)])
+        assert (first.reward, second.reward) == (0.5 + 1, 3 + 3)
+    finally:
+        scorer.close()
+
+
+def _judged(completion, row, *, size):
+    return Score(0.5, None, {"score": 0.5}, "", weights={"score": 1.0})
+
+
+def _rule(completion, row, *, size):
+    return Score(float(len(completion)), None, {"score": 0.0}, "", weights={"score": 1.0})

@@ -6,18 +6,17 @@ A verifier says by its attributes which one is its own:
 - `many`: `many(list[(text, row)]) -> list[Score | Exception]` scores a whole batch in its own
   threads (a judge over a network). Where it also has `parts`, things with a `verifier`, then its
   `many` is called with `each`: a function (verifier, list) -> list, which scores those of a part
-  that has no `many` as it would be scored by itself.
+  as it would be scored by itself.
 - neither: it runs in worker processes, where `imports`, names of modules, are loaded beforehand.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Protocol, runtime_checkable
 
 from rlx.rewards.dispatch import Item
 from rlx.rewards.pool import MEMORY_BYTES, ROW_SECONDS, WorkerPool, spare_cores
 from rlx.rewards.score import Score
-from rlx.rewards.worker import Failure, attempt, mark
+from rlx.rewards.worker import Failure, attempt, many_of, mark
 
 
 @runtime_checkable
@@ -98,7 +97,7 @@ def batch_scorer(
 
     Raises BadInput where the verifier cannot run in another process.
     """
-    many = _many(score)
+    many = many_of(score)
     if many is not None:
         parts = mark(score, "parts")
         if parts is None:
@@ -109,9 +108,8 @@ def batch_scorer(
             many,
             rows,
             {
-                part.verifier: batch_scorer(part.verifier, [], **limits)
-                for part in parts
-                if _many(part.verifier) is None
+                verifier: batch_scorer(verifier, [], **limits)
+                for verifier in dict.fromkeys(part.verifier for part in parts)
             },
         )
     if workers is None:
@@ -119,15 +117,6 @@ def batch_scorer(
     if workers == 0:
         return InProcess(score, rows)
     return WorkerPool(score, rows, workers=workers, seconds=seconds, memory_bytes=memory_bytes)
-
-
-def _many(score: Callable) -> Callable | None:
-    """The verifier's `many`, with the settings that `partial` binds to the verifier."""
-    own = getattr(score, "many", None)
-    if own is not None or not isinstance(score, partial):
-        return own
-    inner = _many(score.func)
-    return None if inner is None else partial(inner, **score.keywords)
 
 
 def _row(rows: Sequence[Mapping], row: int | Mapping) -> Mapping:

@@ -46,7 +46,9 @@ def score(completion: str, row: Mapping, *, format_weight: float = 0.1) -> Score
     except NoVerdict as none:
         correct, reason = False, str(none)
     components = {"format": layout, "correct": float(correct)}
-    return Score(format_weight * layout + components["correct"], correct, components, reason)
+    weights = {"format": format_weight, "correct": 1.0}
+    reward = format_weight * layout + components["correct"]
+    return Score(reward, correct, components, reason, weights=weights)
 
 
 # what is read is short, and in time that its length bounds

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from model.errors import BadInput
 from rlx.rewards.score import RowError, Score
-from rlx.rewards.worker import mark
+from rlx.rewards.worker import many_of, mark
 
 Verifier = Callable[[str, Mapping], Score]
 Rows = Sequence[tuple[str, Mapping]]
@@ -34,8 +34,10 @@ class Part(NamedTuple):
     """Of stages: the reward, before its weight, that passes. None: its verdict must be right."""
 
 
-def one_by_one(verifier: Verifier, rows: Rows) -> Results:
+def here(verifier: Verifier, rows: Rows) -> Results:
     """The score of each row, or its exception, in this process and without a time limit."""
+    if many := many_of(verifier):
+        return list(many(rows))
     results: Results = []
     for completion, row in rows:
         try:
@@ -60,7 +62,7 @@ class Composed:
                 raise BadInput(f"{part.name}: expected a finite weight; came {part.weight}.")
         self.parts = tuple(parts)
         verifiers = [part.verifier for part in parts]
-        if any(mark(verifier, "many") for verifier in verifiers):
+        if any(many_of(verifier) for verifier in verifiers):
             self.many = self._many
         self.bounded = all(mark(verifier, "bounded", False) for verifier in verifiers)
         self.imports = tuple(
@@ -73,18 +75,15 @@ class Composed:
             raise result
         return result
 
-    def _many(
-        self, rows: Rows, *, each: Callable[[Verifier, Rows], Results] = one_by_one
-    ) -> Results:
-        """Scores of many rows. `each` scores those of a part that has no `many`: a pool's, with
-        time limits, where there is one."""
+    def _many(self, rows: Rows, *, each: Callable[[Verifier, Rows], Results] = here) -> Results:
+        """Scores of many rows. `each` scores those of a part: by a pool's workers, with time
+        limits, where there is one."""
         found: list[dict[str, Score]] = [{} for _ in rows]
         failed: dict[int, Exception] = {}
         reached = list(range(len(rows)))
         for part in self.parts:
             asked = [rows[i] for i in reached]
-            many = mark(part.verifier, "many")
-            results = many(asked) if many else each(part.verifier, asked)
+            results = each(part.verifier, asked)
             for i, result in zip(reached, results, strict=True):
                 if isinstance(result, Exception):
                     failed[i] = result
@@ -126,6 +125,7 @@ class Composed:
                 for name, score in scores.items()
                 for span in score.spans
             ),
+            weights={f"{part.name}/reward": part.weight for part in self.parts},
         )
 
 
@@ -140,7 +140,8 @@ class Weighted(Composed):
 class Staged(Composed):
     def __init__(self, parts: Sequence[Part]):
         super().__init__(parts)
-        self._empty: dict[str, Score] = {}
+        self._empty: dict[str | None, dict[str, Score]] = {}
+        """By the row's task, where there are several."""
 
     def _goes_on(self, part: Part, scores: dict[str, Score]) -> bool:
         return passes(part, scores[part.name])
@@ -164,16 +165,18 @@ class Staged(Composed):
     def _of_nothing(self, row: Mapping) -> dict[str, Score]:
         """Each stage's score of an empty completion: which components it has, and whether a
         verdict. Raises RowError where a stage could never be passed."""
-        if not self._empty:
+        task = row.get("task")
+        if task not in self._empty:
             empty = {part.name: part.verifier("", row) for part in self.parts}
             for part in self.parts[:-1]:
                 if part.threshold is None and empty[part.name].correct is None:
+                    of = f" of {task}" if task else ""
                     raise RowError(
-                        f"The stage {part.name} calls nothing right or wrong, so that no completion"
-                        " would pass it: give it a `threshold`, the reward that passes."
+                        f"The stage {part.name} calls nothing{of} right or wrong, so that no "
+                        "completion would pass it: give it a `threshold`, the reward that passes."
                     )
-            self._empty = empty
-        return self._empty
+            self._empty[task] = empty
+        return self._empty[task]
 
 
 def passes(part: Part, score: Score) -> bool:

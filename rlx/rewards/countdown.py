@@ -100,13 +100,16 @@ def score(
     except WrongAnswer as wrong:
         correct, reason = False, str(wrong)
     components = {"format": layout, "correct": float(correct)}
+    weights = {"format": format_weight, "correct": 1.0}
     reward = format_weight * layout + components["correct"]
     if line_weight <= 0:
-        return Score(reward, correct, components, reason)
+        return Score(reward, correct, components, reason, weights=weights)
     sound, counted = sound_lines(completion, nums, target)
     spans = tuple(Span(start, end, line_weight / counted) for start, end in sound)
     components["lines"] = len(sound) / counted if counted else 0.0
-    return Score(reward + line_weight * components["lines"], correct, components, reason, spans)
+    reward += line_weight * components["lines"]
+    weights |= {"lines": line_weight}
+    return Score(reward, correct, components, reason, spans, weights)
 
 
 score.bounded = True  # it ends soon whatever it reads: rlx/rewards/batch.py

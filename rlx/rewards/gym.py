@@ -39,8 +39,13 @@ def score(
     value, reason = _judge(last_answer(text), entry, row)
     correct = value >= 1.0
     components = {"format": layout, "correct": float(correct), "score": value}
+    weights = {
+        "format": format_weight,
+        "correct": 1.0 - partial_weight,
+        "score": partial_weight,
+    }
     earned = 1.0 if correct else partial_weight * value
-    return Score(format_weight * layout + earned, correct, components, reason)
+    return Score(format_weight * layout + earned, correct, components, reason, weights=weights)
 
 
 # loaded before the first row, so that no row's time goes into it

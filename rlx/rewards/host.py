@@ -19,8 +19,9 @@ from rlx.rewards.worker import Failure, mark, told
 class HostVerifier:
     """Decodes and scores the rows of a rollout with one task's verifier.
 
-    `components` names the last axis of the components, as the verifier names them for an empty
-    completion of the first row; a verifier that has an attribute `components` is not asked.
+    `components` names the last axis of the components and says what each counts in the reward, as
+    the verifier does for an empty completion of the first row; a verifier that has an attribute
+    `components` is not asked.
     `failures` counts the completions that could not be scored, and `last_failure` tells the latest.
 
     `workers`, `seconds` a row and `memory_bytes` a worker are `batch_scorer`'s; without workers
@@ -49,7 +50,7 @@ class HostVerifier:
         )
         if isinstance(self.scorer, WorkerPool):
             self.scorer.start()
-        self.components = component_names(score, self.scorer)
+        self.components = weighed_components(score, self.scorer)
         self.failures = 0
         self.last_failure = ""
 
@@ -169,14 +170,14 @@ class HostVerifier:
         self.last_failure = f"{place}: {reason}"
 
 
-def component_names(score: Callable, scorer: BatchScorer) -> tuple[str, ...]:
-    """The names of a verifier's components, in the order in which it gives them."""
+def weighed_components(score: Callable, scorer: BatchScorer) -> dict[str, float]:
+    """A verifier's components, in the order in which it gives them, and their weights."""
     named = mark(score, "components")
     if named is not None:
-        return tuple(named)
+        return dict(named) if isinstance(named, Mapping) else dict.fromkeys(named, 0.0)
     (result,) = scorer.score_all([("", 0)])
     if isinstance(result, Score):
-        return tuple(result.components)
+        return {name: result.weights.get(name, 0.0) for name in result.components}
     if result.kind == "row":
         raise RowError(result.reason)
     raise RuntimeError(

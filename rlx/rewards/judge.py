@@ -89,7 +89,7 @@ def score_many(pairs: Sequence[tuple[str, Mapping]], **settings: Any) -> list[Sc
         try:
             candidate = candidate_text(completion, row, judge.judged)
             if fault := unfit(candidate, judge.longest):
-                results[i] = Score(0.0, None, {"score": 0.0, "confidence": 1.0}, fault)
+                results[i] = _score(0.0, 1.0, fault)
                 continue
             # no address: a model is the same model wherever it is served
             content = {
@@ -245,9 +245,20 @@ def _outcome(reply: str | JudgeFailure, judge: Judge) -> Score | JudgeFailure:
     except JudgeFailure as failure:
         return failure
     told = f"the judge gave {said.score} of {judge.highest:g}: {said.reason[:500]}"
-    return Score(value, None, {"score": value, "confidence": said.confidence}, told)
+    return _score(value, said.confidence, told)
 
 
-# A verifier may score many rows at once and check its settings beforehand; see build.bind.
+def _score(value: float, confidence: float, reason: str) -> Score:
+    components = {"score": value, "confidence": confidence}
+    return Score(value, None, components, reason, weights={"score": 1.0})
+
+
+def check_row(row: Mapping) -> None:
+    """Raises RowError for a row that can't be judged: told before any reply is paid for."""
+    messages("", row, rubric=RUBRIC, lowest=0.0, highest=1.0)
+
+
+# A verifier may score many rows at once, and check its settings (build.bind) and rows beforehand.
 score.many = score_many
 score.check = check
+score.check_row = check_row

@@ -9,7 +9,6 @@ import os
 import random
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -88,9 +87,13 @@ def ask(
     """
     if not requests:
         return []
-    # The caller's thread may run an event loop of its own, as notebooks do.
-    with ThreadPoolExecutor(1, thread_name_prefix="judge") as thread:
-        return thread.submit(asyncio.run, _ask_all(endpoint, requests, arrived)).result()
+    # Comes with openai.
+    from anyio.from_thread import start_blocking_portal
+
+    # In a thread of its own, since the caller's may run an event loop, as notebooks do. Whoever
+    # breaks off here, by Ctrl-C, breaks the requests off.
+    with start_blocking_portal() as portal:
+        return portal.call(_ask_all, endpoint, requests, arrived)
 
 
 async def _ask_all(

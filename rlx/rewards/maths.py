@@ -70,7 +70,8 @@ def score(
     layout = format_score(text) if extraction == "block" else float(found.formed)
     correct, reason = verdict(gold, found.text, extraction)
     components = {"format": layout, "correct": float(correct)}
-    return Score(format_weight * layout + correct, correct, components, reason)
+    weights = {"format": format_weight, "correct": 1.0}
+    return Score(format_weight * layout + correct, correct, components, reason, weights=weights)
 
 
 score.imports = ("math_verify", "mpmath")  # before the first row: rlx/rewards/batch.py

@@ -1,6 +1,7 @@
 """What a verifier gives back, and the error it raises for a row it cannot work with. No JAX."""
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from model.errors import BadInput
@@ -21,12 +22,16 @@ class Score(NamedTuple):
     correct: bool | None
     """None where the verifier calls nothing right or wrong."""
     components: dict[str, float]
-    """The named parts of the reward; a verifier gives the same names for every completion."""
+    """What is told beside the reward, by name; a verifier gives the same names for every
+    completion."""
     reason: str
     """For people: why it is right or wrong."""
     spans: tuple[Span, ...] = ()
     """Parts of the reward that belong to single places. `reward` contains their sum: a span says
     where a part was earned and adds nothing to it."""
+    weights: Mapping[str, float] = {}
+    """Of the components whose sum, so weighted, is the reward: the same for every completion of a
+    row. Without any the reward is one thing."""
 
 
 def check_score(score: Score, text: str) -> None:

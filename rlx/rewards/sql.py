@@ -72,9 +72,10 @@ def score(
         passed.append("correct")
         reason = "correct"
     components = {stage: float(stage in passed) for stage in STAGES}
-    weights = (format_weight, syntax_weight, execution_weight, 1.0)
-    reward = sum(w * c for w, c in zip(weights, components.values(), strict=True))
-    return Score(reward, "correct" in passed, components, reason)
+    each = (format_weight, syntax_weight, execution_weight, 1.0)
+    weights = dict(zip(STAGES, each, strict=True))
+    reward = sum(weights[stage] * components[stage] for stage in STAGES)
+    return Score(reward, "correct" in passed, components, reason, weights=weights)
 
 
 score.imports = ("sqlglot",)  # before the first row: rlx/rewards/batch.py

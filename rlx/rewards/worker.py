@@ -75,6 +75,8 @@ def checked(score: Any, text: str) -> Score:
     if not isinstance(score, Score):
         raise TypeError(f"expected a Score, got {type(score).__name__}")
     check_score(score, text)
+    if nothing := score.weights.keys() - score.components.keys():
+        raise ValueError(f"the weights name {sorted(nothing)}, which are no components")
     if score.correct not in (True, False, None):
         raise ValueError(f"the verdict must be True, False or None, and is {score.correct!r}")
     return Score(
@@ -83,6 +85,7 @@ def checked(score: Any, text: str) -> Score:
         {str(name): float(value) for name, value in score.components.items()},
         str(score.reason),
         tuple(score.spans),
+        {str(name): float(value) for name, value in score.weights.items()},
     )
 
 
@@ -99,6 +102,15 @@ def mark(score: Callable, name: str, default: Any = None) -> Any:
     while isinstance(score, partial) and not hasattr(score, name):
         score = score.func
     return getattr(score, name, default)
+
+
+def many_of(score: Callable) -> Callable | None:
+    """The verifier's `many`, with the settings that `partial` binds to the verifier."""
+    own = getattr(score, "many", None)
+    if own is not None or not isinstance(score, partial):
+        return own
+    inner = many_of(score.func)
+    return None if inner is None else partial(inner, **score.keywords)
 
 
 def main(control: int, clocks: int, memory_bytes: int) -> None:

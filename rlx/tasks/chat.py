@@ -2,11 +2,12 @@
 
 A row has one of these forms:
 
-- `messages` or `conversations`: a whole conversation;
+- `messages` or `conversations`: a whole conversation, all of whose assistant turns are imitated;
 - `prompt` and `completion`, each a text or messages: a text `prompt` is the user's turn, and one of
-  messages may end with the start of the assistant's answer;
-- a row of the preference task, whose chosen answer becomes the last message. So one file serves
-  fine-tuning, a reward model and a policy trained on it, with the same prompts held out in each.
+  messages may end with the start of the assistant's answer. The completion alone is imitated;
+- a row of the preference task, whose chosen answer is imitated. So one file serves fine-tuning, a
+  reward model and a policy trained on it, with the same prompts held out in each, and the same
+  tokens.
 """
 
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ from rlx.tasks.messages import (
     with_system,
 )
 from rlx.tasks.preference import read_answer, read_pair
-from rlx.tasks.task import Messages, Task
+from rlx.tasks.task import Answered, Messages, Task
 
 
 class Chat(NamedTuple):
@@ -34,6 +35,12 @@ class Chat(NamedTuple):
 
     prompt: Messages
     messages: Messages
+    answer: str | None = None
+    """Where it is given apart, it alone is imitated."""
+
+    @property
+    def imitated(self) -> Messages | Answered:
+        return self.messages if self.answer is None else Answered(self.prompt, self.answer)
 
 
 def load(
@@ -81,8 +88,8 @@ def load(
         name="chat",
         train=[{"prompt": prompt} for prompt in distinct(chat.prompt for chat in train).values()],
         heldout=[{"prompt": prompt} for prompt in kept.values()],
-        conversations=[chat.messages for chat in train],
-        heldout_conversations=[chat.messages for chat in heldout],
+        conversations=[chat.imitated for chat in train],
+        heldout_conversations=[chat.imitated for chat in heldout],
         verdicts=False,
         notes=tuple(notes),
     )
@@ -101,7 +108,7 @@ def read_chat(row: Mapping, place: str, system: str) -> Chat:
                 f"{place}: the prompt is text, which the preference task takes as it stands and not"
                 " as a turn of a chat; write it as messages."
             )
-        return Chat(pair.prompt, finished(pair.prompt, pair.chosen))
+        return Chat(pair.prompt, finished(pair.prompt, pair.chosen), pair.chosen)
     system = row_system(row, system, place)
     if row.get("prompt") is not None and row.get("completion") is not None:
         prompt = read_prompt(row["prompt"], "prompt", place)
@@ -111,7 +118,7 @@ def read_chat(row: Mapping, place: str, system: str) -> Chat:
         if not answer.strip():
             raise BadInput(f"{place}: the answer `completion` is empty.")
         prompt = with_system(prompt, system, place)
-        return Chat(prompt, finished(prompt, answer))
+        return Chat(prompt, finished(prompt, answer), answer)
     if history := read_history(row, place):
         field, messages = history
         return _whole(with_system(messages, system, place), field, place)

@@ -97,15 +97,15 @@ def load(
     model trained before by another, are measured on the same problems.
 
     `file` gives the training rows, `heldout_file` the held-out ones (fields `nums` and `target`;
-    or `input` "30,100,93" and `output` "23", the target). The sizes are then upper limits, and
-    training rows that pose a held-out problem are left out. With `file` alone, the last
-    `heldout_size` distinct problems of the file are set apart.
+    or `input` "30,100,93" and `output` "23", the target). The sizes are then upper limits
+    (`train_size` 0: none), and training rows that pose a held-out problem are left out. With `file`
+    alone, the last `heldout_size` distinct problems of the file are set apart.
 
     `line_weight` is the reward for sound lines of reasoning, each earned at its own place.
 
     Raises BadInput for settings that can't be met, with the reason.
     """
-    _check_settings(train_size, heldout_size, language)
+    _check_settings(train_size, heldout_size, language, least=0 if file else 1)
     for name, weight in (("format_weight", format_weight), ("line_weight", line_weight)):
         if not 0 <= weight < float("inf"):
             raise BadInput(f"`{name}` must be a number of at least 0, not {weight}.")
@@ -122,6 +122,7 @@ def load(
         _check_generator(numbers, lowest, highest, target_lowest, target_highest)
     draw = partial(draw_problem, values=(lowest, highest), targets=(target_lowest, target_highest))
     source = read_problems(file) if file else []
+    notes: tuple[str, ...] = ()
 
     if heldout_file:
         heldout = read_problems(heldout_file)
@@ -134,9 +135,15 @@ def load(
     taken = {key(problem) for problem in heldout}
 
     if file:
-        train = [problem for problem in source if key(problem) not in taken][:train_size]
-        if not train:
+        left = [problem for problem in source if key(problem) not in taken]
+        if not left:
             raise BadInput(f"All problems of {file} are held-out ones; none is left to train.")
+        train = left[: train_size or None]
+        if len(train) < len(left):
+            notes = (
+                f"{len(train)} of {len(left)} problems of {file} are trained on: train_size is "
+                f"{train_size} (0: all).",
+            )
     else:
         rng = random.Random(f"countdown train {seed}")
         train = generate(draw, numbers, train_size, taken, rng)
@@ -148,6 +155,7 @@ def load(
         score=partial(verifier.score, format_weight=format_weight, line_weight=line_weight),
         demonstrate=partial(demonstrate, give_up=give_up),
         demonstrations=demonstrations,
+        notes=notes,
     )
 
 
@@ -268,10 +276,14 @@ def _last_distinct(source: list[Problem], size: int, file: str) -> list[Problem]
     return distinct[-size:]
 
 
-def _check_settings(train_size: int, heldout_size: int, language: str) -> None:
-    for name, size in (("train_size", train_size), ("heldout_size", heldout_size)):
-        if size < 1:
-            raise BadInput(f"`{name}` must be at least 1, not {size}.")
+def _check_settings(train_size: int, heldout_size: int, language: str, *, least: int) -> None:
+    """`least` training problems."""
+    for name, size, lowest in (
+        ("train_size", train_size, least),
+        ("heldout_size", heldout_size, 1),
+    ):
+        if size < lowest:
+            raise BadInput(f"`{name}` must be at least {lowest}, not {size}.")
     if language not in PROMPTS:
         raise BadInput(f"`language` must be one of {', '.join(PROMPTS)}, not {language!r}.")
 

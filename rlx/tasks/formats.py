@@ -159,14 +159,21 @@ def _text(content: bytes) -> str:
 def _parse(content: bytes) -> Any:
     try:
         # NaN and the infinities are no JSON, though common in files; they read as null
-        return json.loads(
+        value = json.loads(
             _text(content),
             parse_constant=lambda _: None,
             parse_float=_finite,
             object_pairs_hook=_each_once,
         )
+        if b"\\ud" in content.lower():
+            # An escape may name half of a surrogate pair, which no tokenizer takes.
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        return value
     except BadInput:
         raise
+    except UnicodeEncodeError as error:
+        half = error.object[error.start].encode("ascii", "backslashreplace").decode()
+        raise BadInput(f"{half} is half of a character (a surrogate without its pair).") from error
     except (ValueError, RecursionError) as error:
         message = str(error)
         if "Extra data" in message:

@@ -10,14 +10,16 @@ part that a task does not have is 0 there.
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, zip_longest
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from model.errors import BadInput
-from rlx.rewards.compose import Results, Rows, Verifier, one_by_one
+from rlx.rewards.compose import Results, Rows, Verifier, here
 from rlx.rewards.score import RowError, Score
-from rlx.rewards.worker import mark
+from rlx.rewards.worker import many_of, mark
 from rlx.tasks.task import Mixing, Task
 
 EXAMPLE = "[{name: pubmedqa, weight: 3, file: F}, {name: maths, file: G}]"
@@ -33,24 +35,23 @@ class Part(NamedTuple):
 class ByTask:
     """Scores a row by the verifier of the task that its `task` names."""
 
-    def __init__(self, scores: Mapping[str, Verifier], components: tuple[str, ...]):
-        self.scores, self.components = dict(scores), components
+    def __init__(self, scores: Mapping[str, Verifier], components: Mapping[str, float]):
+        """`components` are those of all tasks, with what each counts in the reward."""
+        self.scores, self.components = dict(scores), dict(components)
         # What rlx/rewards/batch.py asks of a verifier.
         self.parts = tuple(map(Part, self.scores.values()))
         self.bounded = all(mark(score, "bounded", False) for score in self.scores.values())
         self.imports = tuple(
             dict.fromkeys(name for s in self.scores.values() for name in mark(s, "imports", ()))
         )
-        if any(mark(score, "many") for score in self.scores.values()):
+        if any(many_of(score) for score in self.scores.values()):
             self.many = self._many
 
     def __call__(self, completion: str, row: Mapping) -> Score:
         return self._filled(self.scores[self._task(row)](completion, row))
 
-    def _many(
-        self, rows: Rows, *, each: Callable[[Verifier, Rows], Results] = one_by_one
-    ) -> Results:
-        """Scores of many rows; `each` scores those of a verifier that has no `many`."""
+    def _many(self, rows: Rows, *, each: Callable[[Verifier, Rows], Results] = here) -> Results:
+        """Scores of many rows; `each` scores those of one task."""
         results: Results = [ValueError("no task")] * len(rows)
         places: dict[str, list[int]] = {}
         for i, (_, row) in enumerate(rows):
@@ -60,8 +61,7 @@ class ByTask:
                 results[i] = error
         for name, own in places.items():
             score, asked = self.scores[name], [rows[i] for i in own]
-            many = mark(score, "many")
-            found = many(asked) if many else each(score, asked)
+            found = each(score, asked)
             for i, result in zip(own, found, strict=True):
                 results[i] = result if isinstance(result, Exception) else self._filled(result)
         return results
@@ -74,7 +74,7 @@ class ByTask:
 
     def _filled(self, score: Score) -> Score:
         parts = {part: score.components.get(part, 0.0) for part in self.components}
-        return score._replace(components=parts)
+        return score._replace(components=parts, weights=self.components)
 
 
 def load(
@@ -106,11 +106,7 @@ def load(
                 f"tasks[{i}].name: expected a task whose prompts are sampled and scored by a "
                 f"verifier; came {task.name}."
             )
-    parts = dict.fromkeys(
-        part
-        for task in loaded
-        for part in mark(task.score, "components") or task.score("", task.train[0]).components
-    )
+    components = _components([task.score("", task.train[0]) for task in loaded])
 
     def rows(of: str) -> list[list[dict]]:
         return [
@@ -123,7 +119,7 @@ def load(
         train=list(chain.from_iterable(rows("train"))),
         heldout=_in_turn(rows("heldout")),
         score=ByTask(
-            {label: task.score for label, task in zip(labels, loaded, strict=True)}, tuple(parts)
+            {label: task.score for label, task in zip(labels, loaded, strict=True)}, components
         ),
         verdicts=all(task.verdicts for task in loaded),
         notes=tuple(
@@ -139,6 +135,19 @@ def load(
             floor,
         ),
     )
+
+
+def _components(scores: Sequence[Score]) -> dict[str, float]:
+    """Those of all tasks, with their weights; with none at all, so that the reward is one thing,
+    where it is that for one of the tasks, or a component counts for one and not, or the other way,
+    for another."""
+    weights: dict[str, float] = {}
+    alike = all(score.weights for score in scores)
+    for score in scores:
+        for name in score.components:
+            weight = score.weights.get(name, 0.0)
+            alike = alike and np.sign(weight) == np.sign(weights.setdefault(name, weight))
+    return weights if alike else dict.fromkeys(weights, 0.0)
 
 
 class Entry(NamedTuple):

@@ -105,7 +105,7 @@ def make_row(problem: Problem, context_characters: int) -> dict:
 
 def key(problem: Problem) -> str:
     """What two statements of the same problem have in common."""
-    return problem.id or folded(problem.question)
+    return folded(problem.question)
 
 
 # ---- reading ----------------------------------------------------------------------------------

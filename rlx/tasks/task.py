@@ -22,6 +22,13 @@ class Pair(NamedTuple):
     """By how much the chosen one is better, where the data say so."""
 
 
+class Answered(NamedTuple):
+    """A prompt and the answer to imitate, behind its prefill if it has one."""
+
+    prompt: Messages
+    answer: str
+
+
 class Mixing(NamedTuple):
     """How the prompts of several tasks are drawn. Their rows have a field `task`."""
 
@@ -53,9 +60,10 @@ class Task(NamedTuple):
     """The answer that a completion gives, for a majority vote; None where it gives none."""
     pairs: list[Pair] | None = None
     heldout_pairs: list[Pair] | None = None
-    conversations: list[Messages] | None = None
-    """Finished chats, to be imitated in their assistant turns."""
-    heldout_conversations: list[Messages] | None = None
+    conversations: list[Messages | Answered] | None = None
+    """Finished chats, to be imitated in their assistant turns, or in an answer that is given apart
+    from its prompt."""
+    heldout_conversations: list[Messages | Answered] | None = None
     verdicts: bool = True
     """Whether there are right and wrong answers: whether a score's `correct` means anything."""
     notes: tuple[str, ...] = ()
