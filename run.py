@@ -79,8 +79,9 @@ def train(options: argparse.Namespace) -> dict[str, Any] | None:
     from rlx.config import load_training, resolved_yaml
     from rlx.config_text import formula
 
-    # Without a recipe it is the main job that runs, on the bundled model.
-    config = load_training(options.config or DEFAULT_CONFIG, options.settings)
+    # Without a recipe it is the main job that runs, on the bundled model; or the run that goes on.
+    recipe = options.config or resumed(options.settings) or DEFAULT_CONFIG
+    config = load_training(recipe, options.settings)
     if options.print_config:
         from rlx.resolve import resolve
 
@@ -94,6 +95,15 @@ def train(options: argparse.Namespace) -> dict[str, Any] | None:
 
     with joined(config.hosts):
         return run(config, heard(sys.stderr if options.json else sys.stdout))
+
+
+def resumed(settings: list[str]) -> Path | None:
+    """The settings that a run began with, where these ask that it go on."""
+    given = dict(setting.partition("=")[::2] for setting in settings)
+    if given.get("run.resume") != "true" or not given.get("run.dir"):
+        return None
+    began = Path(given["run.dir"]).expanduser() / "config.yaml"
+    return began if began.is_file() else None
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
@@ -212,9 +222,22 @@ def given(options: argparse.Namespace, *known: str, unread: tuple[str, ...] = ()
     return [*options.settings, *([f"model.path={options.model}"] if options.model else [])]
 
 
+def check_printed(options: argparse.Namespace) -> None:
+    """Raises BadInput where `--json` would print its object behind other output."""
+    from rlx.files import standard_stream
+
+    output = getattr(options, "output", None)
+    if options.json and output and standard_stream(output) is sys.stdout:
+        raise BadInput("--output: expected a file, since --json prints its one object there.")
+
+
 def told(options: argparse.Namespace, result: dict[str, Any]) -> dict[str, Any]:
+    from rlx.files import standard_stream
+
     if not options.json:
-        print("  ".join(f"{name} {value}" for name, value in result.items()))
+        taken = standard_stream(options.output) is sys.stdout
+        line = "  ".join(f"{name} {value}" for name, value in result.items())
+        print(line, file=sys.stderr if taken else sys.stdout)
     return result
 
 
@@ -232,6 +255,7 @@ def main(arguments: list[str]) -> int:
                 print(describe())
             return 0
         options = p.parse_intermixed_args(rest)
+        check_printed(options)
         result = COMMANDS[command][0](options)
     # A path that can't be used is bad input; a full disk or a broken library is not.
     except (

@@ -161,7 +161,8 @@ def read_rope(config: Mapping[str, Any], positions: int, faults: list[str]) -> R
         if settings.get("rope_theta") is not None:
             bases[f"{name}.rope_theta"] = settings["rope_theta"]
         scalings[name] = _scaling(name, settings, positions, faults)
-    if scalings.get("rope_scaling") is not None and scalings.get("rope_parameters", ...) is None:
+    plain = "rope_parameters" in scalings and scalings["rope_parameters"] is None
+    if plain and scalings.get("rope_scaling") is not None:
         # A checkpoint that is stretched by hand, in the older spelling: it decides there.
         del scalings["rope_parameters"]
     for name, base in bases.items():

@@ -37,10 +37,10 @@ class Tokenizer:
         self,
         inner: PreTrainedTokenizerBase,
         stop_ids: Sequence[int] = (),
-        template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ):
-        """`stop_ids` are those beside the tokenizer's own end of text; `template_kwargs` go to the
-        chat template, as Qwen3's `enable_thinking`."""
+        """`stop_ids` are those beside the tokenizer's own end of text; `chat_template_kwargs` go to
+        the chat template, as Qwen3's `enable_thinking`."""
         vocabulary = inner.get_vocab()
         stops = set(stop_ids)
         if inner.eos_token_id is not None:
@@ -49,7 +49,7 @@ class Tokenizer:
         if "<|im_end|>" in vocabulary and "<|im_end|>" in str(inner.chat_template or ""):
             stops.add(vocabulary["<|im_end|>"])
         self.inner = inner
-        self.template_kwargs = PINNED | self._checked(template_kwargs or {})
+        self.chat_template_kwargs = PINNED | self._checked(chat_template_kwargs or {})
         self.stop_ids: tuple[int, ...] = tuple(sorted(stops))
         self._length = max(vocabulary.values()) + 1
         # Padding is known by position, never by id; any id in range serves.
@@ -66,17 +66,17 @@ class Tokenizer:
                 f"The stop or padding ids {beyond} are none of the tokenizer's {self._length} ids."
             )
 
-    def _checked(self, template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def _checked(self, chat_template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Raises BadInput for a name that the template does not read, or that is not for it."""
-        own = inspect.signature(self.inner.apply_chat_template).parameters
-        for name in template_kwargs:
+        own = {"messages", *inspect.signature(self.inner.apply_chat_template).parameters}
+        for name in chat_template_kwargs:
             read = re.search(rf"\b{re.escape(name)}\b", str(self.inner.chat_template or ""))
             if name in own or not read:
                 raise BadInput(
-                    "chat_template_kwargs: expected names that the chat template reads; came "
-                    f"{name}."
+                    "model.chat_template_kwargs: expected names that the chat template reads; "
+                    f"came {name}."
                 )
-        return dict(template_kwargs)
+        return dict(chat_template_kwargs)
 
     def __len__(self) -> int:
         """How many ids there are: one more than the largest, added tokens included."""
@@ -99,9 +99,8 @@ class Tokenizer:
         """
         if isinstance(prompt, str):
             ids = self.encode(prompt)
-            start = self.inner.encode("")[:1]
-            if start == [self.inner.bos_token_id] != ids[:1]:
-                ids = [*start, *ids]
+            if self._start != ids[:1]:
+                ids = [*self._start, *ids]
         else:
             ids = self.encode(self.render(prompt))
         if not ids:
@@ -189,6 +188,18 @@ class Tokenizer:
         return content + self.decode([self.end_id]), self._ended(content, self.end_id)
 
     @functools.cached_property
+    def _start(self) -> list[int]:
+        """What the tokenizer puts before every text: one token, or nothing."""
+        first = self.inner.encode("")[:1]
+        return first if first == [self.inner.bos_token_id] else []
+
+    @functools.cached_property
+    def _spaced(self) -> bool:
+        """Whether it puts a space before every text, as SentencePiece's do."""
+        pieces = self.inner.convert_ids_to_tokens(self.encode("a"))
+        return bool(pieces) and pieces[0].startswith("\u2581")
+
+    @functools.cached_property
     def _turn_end(self) -> int:
         """The stop token with which the template ends an answer. A base model's tokenizer ends a
         text with another."""
@@ -205,8 +216,7 @@ class Tokenizer:
 
     def _check_seams(self) -> None:
         """Raises BadInput where an answer can't be encoded by itself, as it is sampled."""
-        pieces = self.inner.convert_ids_to_tokens(self.encode("a"))
-        if pieces and pieces[0].startswith("\u2581"):
+        if self._spaced:
             raise BadInput(
                 "This tokenizer puts a space before every text (SentencePiece, as Llama 2's), so "
                 "that an answer encoded behind its prompt is another than the one that is sampled: "
@@ -227,7 +237,7 @@ class Tokenizer:
                 chat,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
-                **self.template_kwargs,
+                **self.chat_template_kwargs,
             )
         except TemplateError as error:
             raise BadInput(f"The chat template refuses the messages: {error}") from None
@@ -245,7 +255,7 @@ class Tokenizer:
 
 
 def load_tokenizer(
-    folder: str | Path, template_kwargs: Mapping[str, Any] | None = None
+    folder: str | Path, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> Tokenizer:
     """The tokenizer of a checkpoint folder, checked against its `tokenizer.json`.
 
@@ -257,7 +267,7 @@ def load_tokenizer(
         raise CheckpointError(f"There is no checkpoint folder {folder}.")
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         raise CheckpointError(f"{folder} holds no tokenizer: no tokenizer.json, no vocab.json.")
-    tokenizer = Tokenizer(read_inner(folder), read_stop_ids(folder), template_kwargs)
+    tokenizer = Tokenizer(read_inner(folder), read_stop_ids(folder), chat_template_kwargs)
     if (folder / "config.json").is_file():
         rows = read_json(folder / "config.json").get("vocab_size")
         if isinstance(rows, int):

@@ -28,7 +28,13 @@ class Checkpoints:
         higher_is_better: bool = True,
     ):
         policies = [checkpoint_managers.LatestN(keep)]
+        best = {}
         if keep_best:
+            # Only then does orbax write scores to disk, where a resumed run finds them.
+            best = {
+                "best_fn": lambda metrics: metrics[headline],
+                "best_mode": "max" if higher_is_better else "min",
+            }
             policies.append(
                 checkpoint_managers.BestN(
                     get_metric_fn=lambda metrics: metrics[headline],
@@ -42,6 +48,7 @@ class Checkpoints:
             folder.absolute(),
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
+                **best,
                 enable_async_checkpointing=True,
                 # A folder that can't be made is an error at once; in the background it would be
                 # one that orbax' threads wait for, the process with them, for five minutes.

@@ -111,7 +111,7 @@ def told(result: dict[str, Any]) -> str:
     for name, counts in result.get("tasks", {}).items():
         lines.append(f"{name}: {counts['train']} rows to train, {counts['heldout']} held out")
     if "components" in result:
-        lines += ["", f"parts of the reward: {', '.join(result['components'])}"]
+        lines += ["", f"components of a score: {', '.join(result['components'])}"]
     if result["notes"]:
         lines += ["", *(f"note: {note}" for note in result["notes"])]
     return "\n".join(lines)

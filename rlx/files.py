@@ -1,13 +1,13 @@
 """Files that are either whole or as they were."""
 
+import contextlib
 import gzip
 import os
 import sys
+from io import TextIOBase
 from pathlib import Path
 
 from model.errors import BadInput
-
-STDOUT = Path("/dev/stdout")
 
 
 def check_output(path: Path) -> None:
@@ -28,9 +28,18 @@ def check_output(path: Path) -> None:
         raise BadInput(f"--output: {path} can't be written; {error.strerror}.") from error
 
 
+def standard_stream(path: Path) -> TextIOBase | None:
+    """This process's own output, where the path leads to what it was turned to."""
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        with contextlib.suppress(OSError):
+            if os.path.samestat(path.stat(), os.fstat(number)):
+                return stream
+    return None
+
+
 def _replaceable(path: Path) -> bool:
     """Whether another file may take its place: not that of /dev/null, a terminal or a pipe."""
-    return path != STDOUT and (path.is_file() or not path.exists())
+    return standard_stream(path) is None and (path.is_file() or not path.exists())
 
 
 def _partial(path: Path) -> Path:
@@ -43,10 +52,10 @@ def write_atomically(path: Path, text: str) -> None:
     A link stays one. A name that ends in `.gz` is compressed. What is no file, such as /dev/stdout,
     is written to.
     """
-    if path == STDOUT:
-        # Through this process's own, whatever it was turned to: another would write over it.
-        sys.stdout.write(text)
-        sys.stdout.flush()
+    if stream := standard_stream(path):
+        # A second way into the same file would write over the first.
+        stream.write(text)
+        stream.flush()
         return
     content = text.encode("utf-8", errors="replace")
     if path.name.lower().endswith(".gz"):

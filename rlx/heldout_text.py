@@ -75,7 +75,8 @@ class HeldoutPairs(_Given):
         self.measure = jax.jit(lambda *piece: whole(pair_metrics(learner, *piece)))
         text = np.stack([np.asarray(data.tokens), np.asarray(data.positions)], axis=-1)
         width = text.shape[1] - data.mask.shape[1]
-        _, self.prompts = np.unique(text[::2, :width], axis=0, return_inverse=True)
+        _, same = np.unique(text[::2, :width], axis=0, return_inverse=True)
+        self.prompts = same.reshape(-1)
 
     def evaluate(
         self, params: PyTree, count: int, *, greedy: bool

@@ -26,6 +26,7 @@ from rlx.compilation import Compilation
 from rlx.config import resolved_yaml
 from rlx.derived import offline, terms, trains_scorer
 from rlx.evaluate import change_told, nest_greedy
+from rlx.files import write_atomically
 from rlx.measure import make_evaluation
 from rlx.mesh import Sizes, abstract, on_mesh, this_hardware, told
 from rlx.policy import load_policy
@@ -35,7 +36,7 @@ from rlx.report.metrics import MetricsWriter, Unwritten
 from rlx.report.progress import Progress, clock_time
 from rlx.resolve import mesh_sizes, resolve, with_mesh
 from rlx.room import check_state
-from rlx.run_folder import first_evaluation, run_folder, seconds_so_far
+from rlx.run_folder import check_data, first_evaluation, run_folder, seconds_so_far
 from rlx.scorers import load_reward_model
 from rlx.settings import Config
 from rlx.stepper import offline_stepper, online_stepper
@@ -129,10 +130,11 @@ def _train(
             del state
             state = checkpoints.restore(shapes)
             step = int(state.step)
+        hosts.from_first(lambda: check_data(folder, task, resume=config.run.resume))
         before = hosts.from_first(lambda: first_evaluation(folder))
         earlier = hosts.from_first(lambda: seconds_so_far(folder))
         if hosts.first():
-            (folder / "config.yaml").write_text(resolved_yaml(config))
+            write_atomically(folder / "config.yaml", resolved_yaml(config))
             writer = stack.enter_context(
                 MetricsWriter(
                     folder,
@@ -162,7 +164,7 @@ def _train(
             before = record.evaluate(step, stepper.whole(state), None, final, greedy=greedy)
 
         # ---- chunks ------------------------------------------------------------------------
-        preview, saved = None, step
+        preview, saved, score = None, step, None
         finished = step >= config.loop.steps
         while not finished and not hosts.anywhere(interrupt.wanted):
             record.begin()
@@ -188,7 +190,7 @@ def _train(
         # ---- after -------------------------------------------------------------------------
         background.join()
         if saved != step or checkpoints.latest is None:
-            checkpoints.save(state, None)
+            checkpoints.save(state, score)
         after = None
         if finished:
             after = record.evaluate(step, stepper.whole(state), preview, final, greedy=greedy)
@@ -213,7 +215,9 @@ def _train(
                 if hosts.first():
                     export_scorer(folder / "critic", weights, shape, source=source)
         else:
-            progress.note(f"stopped at step {step}; run.resume=true run.dir={folder} goes on")
+            progress.note(
+                f"stopped at step {step}; python run.py run.resume=true run.dir={folder} goes on"
+            )
         checkpoints.wait()
         summary = {
             "task": config.task.name,

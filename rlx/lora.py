@@ -1,5 +1,6 @@
 """From the settings to a frozen base and the adapters that are trained in its place."""
 
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -40,7 +41,7 @@ def adapt(
     # Rounded where they lie: what is read from a folder stays on the host, to be placed in parts.
     base = cast(params, jnp.dtype(lora.base_dtype))
     if lora.adapter:
-        found = load_adapters(lora.adapter, shape)
+        found = load_adapters(Path(lora.adapter).expanduser(), shape)
         adapters = jax.tree.map(jnp.asarray, found.params)
         rank, alpha, targets = found.rank, found.alpha, found.targets
         base = scaled(base, targets, alpha / rank)

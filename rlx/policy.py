@@ -48,7 +48,7 @@ class Policy(NamedTuple):
 
 def checkpoint_folder(path: str, setting: str = "model.path") -> Path:
     """The folder that a setting names. Raises BadInput where there is none."""
-    folder = BUNDLED.get(path, Path(path))
+    folder = BUNDLED.get(path, Path(path).expanduser())
     if not path or not folder.is_dir():
         raise BadInput(
             f"{setting}: expected a checkpoint folder in Hugging Face's format, or one of "

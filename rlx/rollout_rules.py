@@ -89,6 +89,14 @@ def _reward(config: Config) -> Iterator[Problem]:
             ("reward.kl_beta", "reward.kl"),
             f"expected above 0, since reward.kl is {reward.kl}; came 0",
         )
+    rows = config.batch.prompts * config.batch.samples
+    if reward.kl != "none" and reward.kl_target and reward.kl_horizon < rows:
+        yield Problem(
+            ("reward.kl_horizon", "batch.prompts", "batch.samples"),
+            f"expected at least the completions of a step, batch.prompts * batch.samples = {rows}, "
+            f"or the weight would overshoot, and below a fifth of it change its sign; came "
+            f"{reward.kl_horizon:g}",
+        )
     if reward.kl_target == 0:
         yield from ignored(
             config, ["reward.kl_horizon"], "reward.kl_target is 0", "reward.kl_target"

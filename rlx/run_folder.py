@@ -5,13 +5,16 @@ import datetime
 import itertools
 import json
 import math
+import zlib
 from pathlib import Path
 from typing import Any
 
 from model.errors import BadInput
 from rlx.config import ConfigError, load
+from rlx.files import write_atomically
 from rlx.report.metrics import RESERVED, read_lines
 from rlx.settings import Config
+from rlx.tasks import Task
 
 MAY_CHANGE = {
     "run.name",
@@ -27,8 +30,13 @@ MAY_CHANGE = {
     "checkpoint.keep_best",
     "log.samples",
     "log.tensorboard",
-    # Another mesh, or steps run stage by stage (as on several hosts), round otherwise and compute
-    # the same.
+    # Another mesh, with what its memory wants, or steps run stage by stage (as on several hosts),
+    # round otherwise and compute the same.
+    "batch.micro",
+    "model.remat",
+    "model.frozen_memory",
+    "sampling.slots",
+    "reward.workers",
     "loop.mode",
     "mesh.data",
     "mesh.fsdp",
@@ -46,7 +54,7 @@ def run_folder(config: Config) -> Path:
     for a resume, none, or one that computed something else."""
     if not config.run.dir:
         return _new_folder(Path("runs"), config.run.name)
-    folder = Path(config.run.dir)
+    folder = Path(config.run.dir).expanduser()
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"run.dir: expected a folder, or the name of a new one; {folder} is a file.")
     if config.run.resume:
@@ -74,10 +82,12 @@ def check_resume(config: Config, folder: Path) -> None:
         raise BadInput(f"run.dir: expected a run to resume in {folder}; it has no config.yaml.")
     before = load(folder / "config.yaml", []).model_dump()
     may_change = MAY_CHANGE
+    if config.model.router_aux:
+        may_change = may_change - {"batch.micro"}  # a micro-batch has a loss of its own
     follow = getattr(config.task, "follow", "")
     if config.optimizer.schedule != "constant" or follow == "schedule":
         # A decay, or a mixture's weights, end with the last step: another number bends them.
-        may_change = MAY_CHANGE - {"loop.steps"}
+        may_change = may_change - {"loop.steps"}
     changed = [
         f"{section}.{key}: the run began with {before[section].get(key)!r}, not {value!r}"
         for section, settings in config.model_dump().items()
@@ -86,6 +96,26 @@ def check_resume(config: Config, folder: Path) -> None:
     ]
     if changed:
         raise ConfigError(changed)
+
+
+def check_data(folder: Path, task: Task, *, resume: bool) -> None:
+    """Writes down what data a run begins with. Raises BadInput where it is resumed with others:
+    prompts would come again or never, and what was trained on might be held out."""
+    kinds = {
+        "training": (task.train, task.pairs, task.conversations),
+        "held-out": (task.heldout, task.heldout_pairs, task.heldout_conversations),
+    }
+    found = {name: zlib.crc32(repr(rows).encode()) for name, rows in kinds.items()}
+    path = folder / "data.json"
+    if resume and path.exists():
+        begun = json.loads(path.read_text())
+        if changed := [name for name in found if begun.get(name) != found[name]]:
+            raise BadInput(
+                f"task: expected the data that the run in {folder} began with; the "
+                f"{' and the '.join(changed)} rows are others now."
+            )
+    else:
+        write_atomically(path, json.dumps(found) + "\n")
 
 
 def seconds_so_far(folder: Path) -> float:

@@ -26,7 +26,7 @@ def training_samples(
 ) -> list[dict[str, Any]]:
     """The first `count` completions of a step; fewer where it kept fewer.
 
-    `rows` are the training rows, `components` the names of the parts of the reward.
+    `rows` are the training rows, `components` the names of a score's components.
     """
     rollout = preview.rollout
     group, width = rollout.rewards.shape[1], rollout.mask.shape[1]

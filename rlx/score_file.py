@@ -32,8 +32,9 @@ def score_file(
 
     A line out has the fields of its line in, and `reward`, `correct`, each component, `reason` and,
     where the verifier names any, `spans`: places of the completion and what each earned.
-    Where the verifier fails, `reward` and `correct` are null and `reason` tells why. Nothing is
-    written unless every line in has what the verifier needs (ValueError names file and line).
+    Where the verifier fails, or `completion` is null as where `generate` had no text, `reward` and
+    `correct` are null and `reason` tells why. Nothing is written unless every line in has what the
+    verifier needs (ValueError names file and line).
     `overrides` are the verifier's settings, `task.key=value` each;
     `workers` and the limits of time a row and memory a worker are `batch_scorer`'s.
 
@@ -48,7 +49,8 @@ def score_file(
     if not located:
         raise BadInput(f"{input} holds no rows.")
     for place, row in located:
-        if not isinstance(row.get("completion"), str):
+        completion = row.get("completion", "")
+        if "completion" not in row or not isinstance(completion, str | None):
             raise BadInput(f"{place}: expected a text `completion`, got {row.get('completion')!r}.")
     check_output(output)
     if check_row := mark(verifier, "check_row"):
@@ -62,7 +64,10 @@ def score_file(
         verifier, rows, workers=workers, seconds=seconds, memory_bytes=memory_bytes
     )
     with contextlib.closing(scorer):
-        results = scorer.score_all([(row["completion"], i) for i, row in enumerate(rows)])
+        items = [(row["completion"], i) for i, row in enumerate(rows)]
+        found = iter(scorer.score_all([item for item in items if item[0] is not None]))
+    nothing = Failure("verifier", "there is no completion")
+    results = [nothing if text is None else next(found) for text, _ in items]
     verdicts = [
         _verdict(result, place) for (place, _), result in zip(located, results, strict=True)
     ]
@@ -72,11 +77,12 @@ def score_file(
 
     rewards = [verdict["reward"] for verdict in verdicts if verdict["reward"] is not None]
     right = [verdict["correct"] for verdict in verdicts]
+    judged = not rewards or set(right) != {None}
     return {
         "task": task_name,
         "rows": len(verdicts),
         "failures": len(verdicts) - len(rewards),
-        "solve_rate": sum(map(bool, right)) / len(right) if set(right) != {None} else None,
+        "solve_rate": sum(map(bool, right)) / len(right) if judged else None,
         "mean_reward": sum(rewards) / len(rewards) if rewards else None,
         "output": str(output),
     }

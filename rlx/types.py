@@ -42,7 +42,7 @@ class Rollout(NamedTuple):
     """What the verifier tells of a row, by name."""
     parts: Float[Array, "N G K"]
     """What adds up to the verifier's reward, before shaping: the components that have a weight,
-    times it, or the reward as one thing."""
+    times it (in a mixture up to a positive factor), or the reward as one thing."""
     token_scores: Float[Array, "B T"]
     """Parts of the verifier's reward that belong to single places of the text, each at the token
     that ends its place; zeros where a verifier scores whole texts only."""

@@ -25,6 +25,10 @@ _SCALARS = (
 )
 
 
+QUOTES = ("'", '"', "|", ">", "!", "&", "*")
+"""What a text begins with that YAML is to read: quoted, a block, tagged, named."""
+
+
 class _Reader(yaml.SafeLoader):
     yaml_implicit_resolvers = {}  # noqa: RUF012  (the name and form that PyYAML looks for)
 
@@ -155,6 +159,9 @@ def read_overrides(overrides: Iterable[str]) -> tuple[list[Entry], list[str]]:
         try:
             # Nothing after the sign means the empty text, where YAML would say null.
             value = _frozen(yaml.load(text, _Reader)) if text.strip() else ""
+            if isinstance(value, str) and text.lstrip()[:1] not in QUOTES:
+                # YAML would end a plain text before ` #`, and fold its line breaks.
+                value = text
         except (yaml.YAMLError, ValueError) as error:
             problems.append(f"{path}: expected a YAML value, came `{text}`; {_one_line(error)}")
             continue

@@ -21,3 +21,18 @@ def test_the_best_is_kept_by_the_runs_headline(tmp_path, headline, higher, best)
             kept.save(state._replace(step=jnp.int32(step)), score)
             kept.wait()
         assert kept.steps == [best, 6]
+
+
+@pytest.mark.parametrize(("headline", "higher"), [("reward", True), ("nll", False)])
+def test_the_best_outlives_the_process_that_saved_it(tmp_path, headline, higher):
+    """Known in memory alone, it would go with the first save of the resumed run."""
+    state = initial_state(initial_params(), learner("sft"), jax.random.key(0))
+    options = {"headline": headline, "higher_is_better": higher}
+    sign = 1 if higher else -1
+    for run in (((1, 2.0), (2, 0.5), (3, None)), ((4, 0.75), (5, None)), ((6, 1.0), (7, 3.0))):
+        with Checkpoints(tmp_path / "kept", keep=1, keep_best=True, **options) as kept:
+            for step, score in run:
+                scored = None if score is None else sign * score
+                kept.save(state._replace(step=jnp.int32(step)), scored)
+                kept.wait()
+            assert kept.steps == ([7] if run[-1][0] == 7 else [1, run[-1][0]])

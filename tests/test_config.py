@@ -79,6 +79,13 @@ def test_text_stays_as_it_was_written(text, tmp_path):
     assert load(yaml_file(tmp_path, f"run:\n  dir: {text}\n"), []).run.dir == text
 
 
+@pytest.mark.parametrize("text", ["end with #### and the number", "a\nb\n\n# c", "So ", "try #3"])
+def test_text_on_the_command_line_is_taken_whole(text):
+    """YAML would end it before the comment, fold its lines and drop the blank."""
+    assert load(None, [f"run.dir={text}"]).run.dir == text
+    assert load(None, [f"run.dir='{text}'"]).run.dir == load(None, [f'run.dir="{text}"']).run.dir
+
+
 def test_text_that_looks_like_a_number_wants_quotes():
     assert load(None, ["run.name='42'"]).run.name == "42"
     assert "quotes" in refusal("run.name=42")

@@ -382,7 +382,9 @@ def test_a_kl_penalty_has_a_weight_and_only_then():
     assert "reward.kl_beta: expected unset" in refusal("reward.kl_beta=0.1")
     assert "reward.kl_target: expected unset" in refusal("reward.kl_target=6")
     assert "reward.kl_horizon: expected unset" in refusal(*KL, "reward.kl_horizon=5")
-    load_training(None, [*KL, "reward.kl_target=6", "reward.kl_horizon=5"])
+    message = refusal(*KL, "reward.kl_target=6", "reward.kl_horizon=255")
+    assert "reward.kl_horizon: expected at least the completions of a step" in message
+    load_training(None, [*KL, "reward.kl_target=6", "reward.kl_horizon=256"])
 
 
 @pytest.mark.parametrize(

@@ -286,6 +286,9 @@ def test_nothing_is_asked_where_a_row_is_bad(tmp_path):
         given = [f"task.base_url={judge.url}", "task.judge_model=stub"]
         with pytest.raises(BadInput, match=r"in\.jsonl:6"):
             score_file("judge", file, tmp_path / "out.jsonl", given)
+        file.write_text(json.dumps(rows[0]) + "\n" + json.dumps(rows[0] | {"prefill": 3}) + "\n")
+        with pytest.raises(BadInput, match=r"in\.jsonl:2"):
+            score_file("judge", file, tmp_path / "out.jsonl", given)
         assert judge.bodies == []
         file.write_text("".join(json.dumps(row) + "\n" for row in rows[:5]))
         summary = score_file("judge", file, tmp_path / "out.jsonl", given)

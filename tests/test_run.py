@@ -90,6 +90,21 @@ def test_resume_refuses_other_settings_and_a_second_run_the_same_folder(recipe, 
     assert "algorithm.clip_high: the run began with 0.28" in capsys.readouterr().err
 
 
+def test_a_run_goes_on_by_its_folder_alone(recipe, tmp_path, capsys):
+    """The words that it ends with are enough: it takes the settings that it began with."""
+    folder = tmp_path / "run"
+    assert start(recipe, folder, "loop.steps=1", "optimizer.learning_rate=2e-3") == 0
+    assert run.main(["run.resume=true", f"run.dir={folder}", "loop.steps=2"]) == 0
+    assert [x["step"] for x in lines(folder / "metrics.jsonl") if x["kind"] == "train"] == [1, 2]
+    assert yaml.safe_load((folder / "config.yaml").read_text())["batch"]["prompts"] == 4
+    # Rows that are others now: what was trained on might be held out.
+    data = json.loads((folder / "data.json").read_text())
+    (folder / "data.json").write_text(json.dumps(data | {"held-out": 1}))
+    capsys.readouterr()
+    assert run.main(["run.resume=true", f"run.dir={folder}", "loop.steps=3"]) == 2
+    assert "the held-out rows are others now" in capsys.readouterr().err
+
+
 def test_grpo_with_its_reference_and_sft_run_from_the_command_line(recipe, tmp_path):
     grpo = tmp_path / "grpo"
     assert start(recipe, grpo, "algorithm.name=grpo", "loop.steps=2") == 0

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from model.errors import BadInput
-from rlx.config import load
-from rlx.run_folder import run_folder, seconds_so_far
+from rlx.config import ConfigError, load, resolved_yaml
+from rlx.run_folder import check_resume, run_folder, seconds_so_far
 
 
 def test_two_runs_of_one_second_have_a_folder_each(tmp_path, monkeypatch):
@@ -34,3 +34,22 @@ def test_time_goes_on_where_a_run_is_resumed(tmp_path, told, seconds):
     if told is not None:
         (tmp_path / "summary.json").write_text(json.dumps({"seconds": told}))
     assert seconds_so_far(tmp_path) == seconds
+
+
+def test_a_folder_of_ones_own(tmp_path, monkeypatch):
+    """The shell leaves it as it is behind `run.dir=`; a folder called ~ invites `rm -r ~`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run_folder(load(None, ["run.dir=~/runs/a"])) == tmp_path / "runs" / "a"
+
+
+def test_what_other_devices_want_may_change(tmp_path):
+    """`batch.micro` goes with the mesh; where each micro-batch has a loss of its own it stays."""
+
+    def of(micro, *settings):
+        return load(None, [f"batch.micro={micro}", *settings])
+
+    (tmp_path / "config.yaml").write_text(resolved_yaml(of(8)))
+    check_resume(of(16, "model.remat=block", "mesh.fsdp=2"), tmp_path)
+    (tmp_path / "config.yaml").write_text(resolved_yaml(of(8, "model.router_aux=0.1")))
+    with pytest.raises(ConfigError, match=r"batch\.micro: the run began with 8, not 16"):
+        check_resume(of(16, "model.router_aux=0.1"), tmp_path)

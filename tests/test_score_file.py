@@ -93,6 +93,19 @@ def test_spans_are_written_where_there_are_any_and_checked(tmp_path, monkeypatch
     assert beyond["reward"] is None and "from 1 to 4 in a text of 3" in beyond["reason"]
 
 
+def test_a_line_without_a_text_fails_alone(tmp_path):
+    """As `generate` writes it where the logits were not finite."""
+    row = {"completion": RIGHT, "nums": [1, 2], "target": 3}
+    source = write_lines(tmp_path / "in.jsonl", [row | {"completion": None}, row])
+    summary = score_file("countdown", source, tmp_path / "out.jsonl", workers=0)
+    assert (summary["failures"], summary["solve_rate"]) == (1, 0.5)
+    first, second = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert first["reward"] is None and "no completion" in first["reason"] and second["correct"]
+    # All failed: nothing was solved, and something could have been.
+    source = write_lines(tmp_path / "in.jsonl", [row | {"completion": None}])
+    assert score_file("countdown", source, tmp_path / "out.jsonl", workers=0)["solve_rate"] == 0.0
+
+
 def test_worker_processes_write_the_same_lines(tmp_path):
     rows = [
         {"completion": f"x</think><answer>{a}+2</answer>", "nums": [a, 2], "target": 9}

@@ -407,7 +407,7 @@ def test_no_prompt_is_of_today(folder):
     assert load_tokenizer(path, {"date_string": "it"}).render(USER).startswith("it\n")
 
 
-@pytest.mark.parametrize("name", ["enable_thinkng", "tokenize", "add_generation_prompt"])
+@pytest.mark.parametrize("name", ["enable_thinkng", "tokenize", "messages"])
 def test_what_a_template_does_not_read_is_refused(folder, name):
     with pytest.raises(BadInput, match=f"chat template reads; came {name}"):
         load_tokenizer(folder(), {name: True})

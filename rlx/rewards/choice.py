@@ -28,7 +28,7 @@ from typing import Any
 
 from rlx.rewards.blocks import completion_text, format_score, last_answer
 from rlx.rewards.labels import NoVerdict, folded, verdict
-from rlx.rewards.score import RowError, Score
+from rlx.rewards.score import RowError, Score, weighed
 
 
 def score(completion: str, row: Mapping, *, format_weight: float = 0.1) -> Score:
@@ -47,8 +47,7 @@ def score(completion: str, row: Mapping, *, format_weight: float = 0.1) -> Score
         correct, reason = False, str(none)
     components = {"format": layout, "correct": float(correct)}
     weights = {"format": format_weight, "correct": 1.0}
-    reward = format_weight * layout + components["correct"]
-    return Score(reward, correct, components, reason, weights=weights)
+    return weighed(components, weights, correct, reason)
 
 
 # what is read is short, and in time that its length bounds

@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlx.rewards.blocks import completion_text, format_score, last_answer
-from rlx.rewards.score import RowError, Score, Span
+from rlx.rewards.score import RowError, Score, Span, weighed
 
 MAX_CHARACTERS = 1000
 MAX_DEPTH = 32
@@ -101,15 +101,13 @@ def score(
         correct, reason = False, str(wrong)
     components = {"format": layout, "correct": float(correct)}
     weights = {"format": format_weight, "correct": 1.0}
-    reward = format_weight * layout + components["correct"]
     if line_weight <= 0:
-        return Score(reward, correct, components, reason, weights=weights)
+        return weighed(components, weights, correct, reason)
     sound, counted = sound_lines(completion, nums, target)
     spans = tuple(Span(start, end, line_weight / counted) for start, end in sound)
     components["lines"] = len(sound) / counted if counted else 0.0
-    reward += line_weight * components["lines"]
-    weights |= {"lines": line_weight}
-    return Score(reward, correct, components, reason, spans, weights)
+    weights["lines"] = line_weight
+    return weighed(components, weights, correct, reason, spans)
 
 
 score.bounded = True  # it ends soon whatever it reads: rlx/rewards/batch.py

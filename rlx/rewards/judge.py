@@ -255,7 +255,7 @@ def _score(value: float, confidence: float, reason: str) -> Score:
 
 def check_row(row: Mapping) -> None:
     """Raises RowError for a row that can't be judged: told before any reply is paid for."""
-    messages("", row, rubric=RUBRIC, lowest=0.0, highest=1.0)
+    messages(candidate_text("", row, "completion"), row, rubric=RUBRIC, lowest=0.0, highest=1.0)
 
 
 # A verifier may score many rows at once, and check its settings (build.bind) and rows beforehand.

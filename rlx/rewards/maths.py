@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple
 from rlx.rewards import maths_answer, maths_equal
 from rlx.rewards.blocks import completion_text, format_score, last_answer
 from rlx.rewards.maths_text import Unreadable
-from rlx.rewards.score import RowError, Score
+from rlx.rewards.score import RowError, Score, weighed
 
 Extraction = Literal["hashes", "boxed", "block", "last_number", "any"]
 
@@ -71,7 +71,7 @@ def score(
     correct, reason = verdict(gold, found.text, extraction)
     components = {"format": layout, "correct": float(correct)}
     weights = {"format": format_weight, "correct": 1.0}
-    return Score(format_weight * layout + correct, correct, components, reason, weights=weights)
+    return weighed(components, weights, correct, reason)
 
 
 score.imports = ("math_verify", "mpmath")  # before the first row: rlx/rewards/batch.py

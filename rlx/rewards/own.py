@@ -1,8 +1,8 @@
 """Verifiers of the user's own, by `package.module:function` or `path/to/file.py:function`. No JAX.
 
 Such a function is called as `function(completion, row, **settings)` and returns a `Score`. Its
-settings are its keyword-only parameters. Its attributes `many`, `check`, `check_row`, `bounded` and
-`imports` count as those of any other verifier do.
+settings are its keyword-only parameters. Its attributes `many`, `check`, `bounded` and `imports`
+count as those of any other verifier do.
 """
 
 import functools
@@ -21,7 +21,7 @@ from rlx.rewards.score import Score
 
 EXAMPLE = "my_package.my_module:score or path/to/my_verifier.py:score"
 
-MARKS = ("many", "check", "check_row", "bounded", "imports")
+MARKS = ("many", "check", "bounded", "imports")
 """Attributes of the function that are the verifier's too."""
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 from rlx.rewards.blocks import completion_text, format_score, last_answer
 from rlx.rewards.labels import MAX_CHARACTERS, NoVerdict, one_of, plain
-from rlx.rewards.score import RowError, Score
+from rlx.rewards.score import RowError, Score, weighed
 
 LABELS = ("yes", "no", "maybe")
 MAX_REPLY = 200
@@ -50,8 +50,7 @@ def score(completion: str, row: Mapping, *, format_weight: float = 0.1) -> Score
         correct, reason = False, str(none)
     components = {"format": layout, "correct": float(correct)}
     weights = {"format": format_weight, "correct": 1.0}
-    reward = format_weight * layout + components["correct"]
-    return Score(reward, correct, components, reason, weights=weights)
+    return weighed(components, weights, correct, reason)
 
 
 # what is read is short, and in time that its length bounds

@@ -34,6 +34,18 @@ class Score(NamedTuple):
     row. Without any the reward is one thing."""
 
 
+def weighed(
+    components: dict[str, float],
+    weights: Mapping[str, float],
+    correct: bool | None,
+    reason: str,
+    spans: tuple[Span, ...] = (),
+) -> Score:
+    """A score whose reward is the weighted sum of its components."""
+    reward = sum(weight * components[name] for name, weight in weights.items())
+    return Score(reward, correct, components, reason, spans, weights)
+
+
 def check_score(score: Score, text: str) -> None:
     """Raises ValueError where the reward or a span is none: not finite, or not within `text`."""
     if not math.isfinite(score.reward):

@@ -9,8 +9,8 @@ Each is 1 or 0, and a stage is reached only if the one before it was passed:
   these, in a ```sql fence or without;
 - syntax: sqlglot parses it in sqlite's dialect;
 - execution: it runs within the limits, and no double-quoted name in it is a misspelt column;
-- correct: its result is the gold query's (`sql_results`, `sql_gold`), and it reads a table if the
-  gold query reads one, so that a number that is known by heart is no answer.
+- correct: its result is the gold query's (`sql_results`, `sql_gold`), and it reads the data if the
+  gold query does, so that a number that is known by heart is no answer (`sql_neighbours`).
 
 A query that reaches for anything but reading the schema's tables earns nothing at all, not even
 what it had: no attempt to write pays. Whatever goes wrong with the gold query is an error of the
@@ -20,9 +20,10 @@ row, never the model's zero. No JAX.
 from collections.abc import Mapping
 
 from rlx.rewards.blocks import completion_text, last_answer
-from rlx.rewards.score import Score
+from rlx.rewards.score import Score, weighed
 from rlx.rewards.sql_gold import TOLERANCE, Gold, gold_of
 from rlx.rewards.sql_guard import Limits, ReadOnly, Result
+from rlx.rewards.sql_neighbours import by_heart
 from rlx.rewards.sql_syntax import check_quotations, check_syntax
 from rlx.rewards.sql_text import Denied, Stopped, answered_query
 
@@ -64,6 +65,9 @@ def score(
             result = guard.run(statement.text)
         passed.append("execution")
         reason = _mismatch(gold, result, column_order, tolerance)
+        asked = not reason and gold.reads
+        if asked and by_heart(database, statement, result.rows, row["query"], limits):
+            reason = "the result is right, and is the same whatever the tables hold"
     except Denied as denied:
         passed, reason = [], str(denied)
     except Stopped as stop:
@@ -74,8 +78,7 @@ def score(
     components = {stage: float(stage in passed) for stage in STAGES}
     each = (format_weight, syntax_weight, execution_weight, 1.0)
     weights = dict(zip(STAGES, each, strict=True))
-    reward = sum(weights[stage] * components[stage] for stage in STAGES)
-    return Score(reward, "correct" in passed, components, reason, weights=weights)
+    return weighed(components, weights, "correct" in passed, reason)
 
 
 score.imports = ("sqlglot",)  # before the first row: rlx/rewards/batch.py

@@ -80,10 +80,18 @@ class Result(NamedTuple):
 class ReadOnly:
     """A connection for one answer, a context; the clock starts with it.
 
-    `reverse` turns round every order that a query leaves open.
+    `reverse` turns round every order that a query leaves open. `content` stands in the place of
+    the file's, with the same schema.
     """
 
-    def __init__(self, database: str, limits: Limits, *, reverse: bool = False):
+    def __init__(
+        self,
+        database: str,
+        limits: Limits,
+        *,
+        reverse: bool = False,
+        content: bytes | None = None,
+    ):
         _limit_memory()
         self.limits = limits
         self.tables = tables_of(database, *stamp(database))
@@ -91,7 +99,7 @@ class ReadOnly:
         self._denied = ""
         self._late = False
         self._replaced: set[str] = set()
-        self._connection = connect(database)
+        self._connection = connect(database, content)
         if reverse:
             self._connection.execute("PRAGMA reverse_unordered_selects = 1")
         for limit, value in _LIMITS:
@@ -186,14 +194,17 @@ class ReadOnly:
                 self._connection.create_function(name, arguments, function, deterministic=True)
 
 
-def connect(database: str) -> sqlite3.Connection:
-    """A connection that reads and writes nothing, without the limits of a query."""
+def connect(database: str, content: bytes | None = None) -> sqlite3.Connection:
+    """A connection that reads and writes nothing, without the limits of a query: to the file, or to
+    `content` in memory."""
     connection = sqlite3.connect(
-        _address(database),
-        uri=True,
+        _address(database) if content is None else ":memory:",
+        uri=content is None,
         isolation_level=None,
         cached_statements=0,
     )
+    if content is not None:
+        connection.deserialize(content)
     # bytes that are no UTF-8 survive and differ from each other
     connection.text_factory = _text
     connection.execute("PRAGMA query_only = 1")

@@ -98,8 +98,8 @@ def load(
 
     `file` gives the training rows, `heldout_file` the held-out ones (fields `nums` and `target`;
     or `input` "30,100,93" and `output` "23", the target). The sizes are then upper limits
-    (`train_size` 0: none), and training rows that pose a held-out problem are left out. With `file`
-    alone, the last `heldout_size` distinct problems of the file are set apart.
+    (`train_size` 0: all of the file), and training rows that pose a held-out problem are left out.
+    With `file` alone, the last `heldout_size` distinct problems of the file are set apart.
 
     `line_weight` is the reward for sound lines of reasoning, each earned at its own place.
 

@@ -74,7 +74,8 @@ class ByTask:
 
     def _filled(self, score: Score) -> Score:
         parts = {part: score.components.get(part, 0.0) for part in self.components}
-        return score._replace(components=parts, weights=self.components)
+        weights = score.weights if any(self.components.values()) else {}
+        return score._replace(components=parts, weights=weights)
 
 
 def load(

@@ -1,0 +1,77 @@
+"""Databases like a given one, with half of each table's rows: they tell a query that reads its
+answer from one that knows it by heart. No JAX.
+
+    SELECT 4 FROM singer LIMIT 1
+
+gives what `SELECT count(*) FROM singer` gives, and gives it whatever the table holds. So a right
+result does not count where the query gives the same on both halves of the data and the gold query
+does not. A query whose result moves at all is taken to read it.
+"""
+
+import functools
+import sqlite3
+from collections import Counter
+from collections.abc import Sequence
+
+from rlx.rewards.sql_guard import Limits, ReadOnly, Row, connect, stamp
+from rlx.rewards.sql_text import Statement, Stopped
+
+HALVES = (0, 1)
+MOST_BYTES = 4_000_000
+"""Of a file that is copied for this; of a larger one nothing is found out."""
+
+
+def by_heart(
+    database: str, statement: Statement, rows: Sequence[Row], gold: str, limits: Limits
+) -> bool:
+    """Whether the query, whose result on the whole database is `rows`, gives it whatever the data,
+    and the gold query does not."""
+    changed = stamp(database)
+    if changed[1] > MOST_BYTES or not _gold_moves(database, changed, gold, limits):
+        return False
+    return all(
+        found is not None and Counter(found) == Counter(rows)
+        for found in (_rows(database, changed, statement.text, limits, half) for half in HALVES)
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _gold_moves(database: str, changed: tuple[int, int], gold: str, limits: Limits) -> bool:
+    with ReadOnly(database, limits) as guard:
+        whole = Counter(guard.run(gold).rows)
+    halves = (_rows(database, changed, gold, limits, half) for half in HALVES)
+    return any(rows is not None and Counter(rows) != whole for rows in halves)
+
+
+def _rows(
+    database: str, changed: tuple[int, int], query: str, limits: Limits, half: int
+) -> list[Row] | None:
+    """None where the query does not run there."""
+    try:
+        with ReadOnly(database, limits, content=halved(database, changed, half)) as guard:
+            return guard.run(query).rows
+    except Stopped:
+        return None
+
+
+@functools.lru_cache(maxsize=32)
+def halved(database: str, changed: tuple[int, int], half: int) -> bytes:
+    """The file's content with every other row of each table that has row numbers."""
+    copy = sqlite3.connect(":memory:", isolation_level=None)
+    try:
+        with connect(database) as source:
+            source.backup(copy)
+        named = "SELECT name FROM sqlite_master WHERE type = ? AND name NOT LIKE 'sqlite_%'"
+        for kind, change in (
+            ("trigger", "DROP TRIGGER {}"),
+            ("table", f"DELETE FROM {{}} WHERE rowid % 2 = {half}"),
+        ):
+            for (name,) in copy.execute(named, (kind,)).fetchall():
+                quoted = '"' + name.replace('"', '""') + '"'
+                try:
+                    copy.execute(change.format(quoted))
+                except sqlite3.Error:
+                    continue  # without row numbers, or made up by a module: it stays whole
+        return copy.serialize()
+    finally:
+        copy.close()
