@@ -454,6 +454,10 @@ UNLIKE = ("seconds", "tokens_per_second", "padding", "sampler_gap", "compile", "
 """What is not the same on other devices: padding is that of each device's own streams."""
 
 
+COARSE = {"perplexity": 10.0, "stderr": 10.0}
+"""Times the rounding of the others: an exponential of one of them, and a spread of few rows."""
+
+
 def unlike(got: list[dict], wanted: list[dict]) -> dict:
     """Metrics that differ by more than rounding."""
     found = {}
@@ -463,7 +467,7 @@ def unlike(got: list[dict], wanted: list[dict]) -> dict:
             if x == y or name.startswith(UNLIKE):
                 continue
             numbers = isinstance(x, float | int) and isinstance(y, float | int)
-            if not numbers or abs(x - y) > 1e-3 * max(abs(y), 1e-2):
+            if not numbers or abs(x - y) > 1e-3 * COARSE.get(name, 1.0) * max(abs(y), 1e-2):
                 found[name] = [x, y]
     return found
 

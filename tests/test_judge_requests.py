@@ -143,9 +143,14 @@ def test_breaking_off_breaks_the_requests_off():
         time.sleep(0.05)
         return verdict()
 
+    # A process that was started in the background ignores it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with served(answer) as judge:
-        with pytest.raises(KeyboardInterrupt):
-            score_many([(str(i), ROW) for i in range(60)], **judge.settings, concurrency=2)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                score_many([(str(i), ROW) for i in range(60)], **judge.settings, concurrency=2)
+        finally:
+            signal.signal(signal.SIGINT, before)
         time.sleep(0.3)  # what was on its way arrives
         asked = len(judge.bodies)
         time.sleep(0.3)
