@@ -182,7 +182,7 @@ def test_a_person_is_shown_the_same(capsys):
     assert run.main(["data", *FEW, "task.language=brief", "--show", "1"]) == 0
     out = capsys.readouterr().out
     assert "<|im_start|>assistant\n<think>\n" in out
-    assert "train prompt" in out and "parts of the reward: format, correct" in out
+    assert "train prompt" in out and "components of a score: format, correct" in out
     assert "row 1" in out and "row 2" not in out
 
 

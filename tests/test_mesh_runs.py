@@ -18,4 +18,5 @@ def test_a_run_on_a_mesh_is_the_run_on_one_device(found, kind):
     assert got["same_texts"]
     assert got["metrics"] == {}
     assert got["size"] > 1e-2
-    assert got["movement_gap"] < 1e-3
+    # Numbers of bfloat16 are 2^-8 apart.
+    assert got["movement_gap"] < (1e-2 if kind == "bfloat16" else 1e-3)
