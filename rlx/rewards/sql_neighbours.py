@@ -11,47 +11,35 @@ does not. A query whose result moves at all is taken to read it.
 import functools
 import sqlite3
 from collections import Counter
-from collections.abc import Sequence
 
-from rlx.rewards.sql_guard import Limits, ReadOnly, Row, connect, stamp
-from rlx.rewards.sql_text import Statement, Stopped
+from rlx.rewards.sql_guard import Limits, ReadOnly, connect, stamp
+from rlx.rewards.sql_text import Stopped
 
 HALVES = (0, 1)
 MOST_BYTES = 4_000_000
 """Of a file that is copied for this; of a larger one nothing is found out."""
 
 
-def by_heart(
-    database: str, statement: Statement, rows: Sequence[Row], gold: str, limits: Limits
-) -> bool:
-    """Whether the query, whose result on the whole database is `rows`, gives it whatever the data,
-    and the gold query does not."""
+def by_heart(database: str, query: str, gold: str, limits: Limits) -> bool:
+    """Whether the query gives its result whatever the data, and the gold query does not."""
     changed = stamp(database)
-    if changed[1] > MOST_BYTES or not _gold_moves(database, changed, gold, limits):
+    if changed[1] > MOST_BYTES or not _moves(database, changed, gold, limits):
         return False
-    return all(
-        found is not None and Counter(found) == Counter(rows)
-        for found in (_rows(database, changed, statement.text, limits, half) for half in HALVES)
-    )
+    return not _moves(database, changed, query, limits)
 
 
-@functools.lru_cache(maxsize=4096)
-def _gold_moves(database: str, changed: tuple[int, int], gold: str, limits: Limits) -> bool:
-    with ReadOnly(database, limits) as guard:
-        whole = Counter(guard.run(gold).rows)
-    halves = (_rows(database, changed, gold, limits, half) for half in HALVES)
-    return any(rows is not None and Counter(rows) != whole for rows in halves)
-
-
-def _rows(
-    database: str, changed: tuple[int, int], query: str, limits: Limits, half: int
-) -> list[Row] | None:
-    """None where the query does not run there."""
-    try:
-        with ReadOnly(database, limits, content=halved(database, changed, half)) as guard:
-            return guard.run(query).rows
-    except Stopped:
-        return None
+# The samples of a prompt often are the same query.
+@functools.lru_cache(maxsize=8192)
+def _moves(database: str, changed: tuple[int, int], query: str, limits: Limits) -> bool:
+    """Whether half of the rows give another result, or none."""
+    results = []
+    for content in (None, *(halved(database, changed, half) for half in HALVES)):
+        try:
+            with ReadOnly(database, limits, content=content) as guard:
+                results.append(Counter(guard.run(query).rows))
+        except Stopped:
+            return True
+    return any(found != results[0] for found in results[1:])
 
 
 @functools.lru_cache(maxsize=32)
