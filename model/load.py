@@ -159,7 +159,7 @@ def write_whole(
     folder, source = Path(folder).resolve(), Path(source).absolute()
     if not source.is_dir():
         raise CheckpointError(f"There is no checkpoint folder {source} to take the tokenizer from.")
-    if source.resolve().is_relative_to(folder.resolve()):
+    if source.resolve().is_relative_to(folder):
         raise CheckpointError(f"The export to {folder} would replace its own source {source}.")
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"The export's folder {folder} is a file.")

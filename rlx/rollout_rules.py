@@ -8,7 +8,7 @@ from rlx.advantages import components_normalised
 from rlx.algorithms.record import hyper_parameters
 from rlx.config_problems import Problem, ignored, keys_of
 from rlx.corrections import CORRECTIONS
-from rlx.derived import terms
+from rlx.derived import rows, terms
 from rlx.settings import Config
 from rlx.term_rules import compares, of_rows
 
@@ -46,11 +46,11 @@ def _sampling(config: Config) -> Iterator[Problem]:
                 f"expected {off} (off) in training, since {differs}: log-probabilities are of "
                 f"the full softmax; came {value}",
             )
-    rows = config.batch.prompts * config.batch.samples
-    if sampling.slots > rows:
+    total = rows(config)
+    if sampling.slots > total:
         yield Problem(
             ("sampling.slots", "batch.prompts", "batch.samples"),
-            f"expected at most the step's rows, batch.prompts * batch.samples = {rows}; "
+            f"expected at most the step's rows, batch.prompts * batch.samples = {total}; "
             f"came {sampling.slots}",
         )
 
@@ -89,13 +89,13 @@ def _reward(config: Config) -> Iterator[Problem]:
             ("reward.kl_beta", "reward.kl"),
             f"expected above 0, since reward.kl is {reward.kl}; came 0",
         )
-    rows = config.batch.prompts * config.batch.samples
-    if reward.kl != "none" and reward.kl_target and reward.kl_horizon < rows:
+    total = rows(config)
+    if reward.kl != "none" and reward.kl_target and reward.kl_horizon < total:
         yield Problem(
             ("reward.kl_horizon", "batch.prompts", "batch.samples"),
-            f"expected at least the completions of a step, batch.prompts * batch.samples = {rows}, "
-            f"or the weight would overshoot, and below a fifth of it change its sign; came "
-            f"{reward.kl_horizon:g}",
+            "expected at least the completions of a step, batch.prompts * batch.samples = "
+            f"{total}, or the weight would overshoot, and below a fifth of it change its sign; "
+            f"came {reward.kl_horizon:g}",
         )
     if reward.kl_target == 0:
         yield from ignored(

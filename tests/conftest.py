@@ -1,9 +1,11 @@
 """Models that several test files share: tiny, random, and with no field at its default."""
 
+import contextlib
 import functools
 import json
 import os
 import shutil
+import sqlite3
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -187,3 +189,16 @@ def recipe(tiny_nano, tmp_path):
     path = tmp_path / "tiny.yaml"
     path.write_text(f"model:\n  path: {tiny_nano}\n")
     return path
+
+
+@pytest.fixture(scope="session")
+def sqlite_file(tmp_path_factory):
+    """`sqlite_file(script)`: the path of a database that the script made."""
+
+    def made(script: str) -> str:
+        path = tmp_path_factory.mktemp("sql") / "music.sqlite"
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            connection.executescript(script)
+        return str(path)
+
+    return made

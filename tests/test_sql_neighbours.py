@@ -22,11 +22,8 @@ CREATE VIEW old AS SELECT * FROM singer WHERE age > 29;
 
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("sql") / "music.sqlite"
-    with closing(sqlite3.connect(path)) as connection:
-        connection.executescript(SCHEMA)
-    return str(path)
+def database(sqlite_file) -> str:
+    return sqlite_file(SCHEMA)
 
 
 @pytest.mark.parametrize(

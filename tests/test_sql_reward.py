@@ -29,11 +29,8 @@ CREATE TABLE blank (a INT);
 
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("sql") / "music.sqlite"
-    with closing(sqlite3.connect(path)) as connection:
-        connection.executescript(SCHEMA)
-    return str(path)
+def database(sqlite_file) -> str:
+    return sqlite_file(SCHEMA)
 
 
 @pytest.fixture(scope="module")

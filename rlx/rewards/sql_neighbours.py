@@ -11,6 +11,7 @@ does not. A query whose result moves at all is taken to read it.
 import functools
 import sqlite3
 from collections import Counter
+from contextlib import closing
 
 from rlx.rewards.sql_guard import Limits, ReadOnly, connect, stamp
 from rlx.rewards.sql_text import Stopped
@@ -45,10 +46,9 @@ def _moves(database: str, changed: tuple[int, int], query: str, limits: Limits) 
 @functools.lru_cache(maxsize=32)
 def halved(database: str, changed: tuple[int, int], half: int) -> bytes:
     """The file's content with every other row of each table that has row numbers."""
-    copy = sqlite3.connect(":memory:", isolation_level=None)
-    try:
-        with connect(database) as source:
-            source.backup(copy)
+    memory = sqlite3.connect(":memory:", isolation_level=None)
+    with closing(connect(database)) as source, closing(memory) as copy:
+        source.backup(copy)
         named = "SELECT name FROM sqlite_master WHERE type = ? AND name NOT LIKE 'sqlite_%'"
         for kind, change in (
             ("trigger", "DROP TRIGGER {}"),
@@ -61,5 +61,3 @@ def halved(database: str, changed: tuple[int, int], half: int) -> bytes:
                 except sqlite3.Error:
                     continue  # without row numbers, or made up by a module: it stays whole
         return copy.serialize()
-    finally:
-        copy.close()
