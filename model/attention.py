@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from model.product import product
+from model.product import product, written_out
 from model.rope import Scaling, frequencies
 
 MASKED = -1e30
@@ -85,14 +85,14 @@ def attend(
     # The queries that share a key head become rows of one matrix.
     query = query.reshape(rows, columns, kv_heads, repeats, width).transpose(0, 2, 3, 1, 4)
     query = query.reshape(rows, kv_heads, repeats * columns, width)
-    scores = product(query, key.transpose(0, 2, 3, 1), key.dtype)
+    scores = product(query, written_out(key.transpose(0, 2, 3, 1)), key.dtype)
     scores = scores.reshape(rows, kv_heads, repeats, columns, seen) * width**-0.5
     scores = jnp.where(mask[:, None, None], scores, MASKED)
     # A softmax whose division comes after the product with the values: one pass less over S x s.
     weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
     weights = weights.reshape(rows, kv_heads, repeats * columns, seen)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    mixed = product(weights, value.transpose(0, 2, 1, 3), value.dtype)
+    mixed = product(weights, written_out(value.transpose(0, 2, 1, 3)), value.dtype)
     mixed = (mixed / total).astype(value.dtype)
     mixed = mixed.reshape(rows, kv_heads, repeats, columns, width).transpose(0, 3, 1, 2, 4)
     return mixed.reshape(rows, columns, heads, width)

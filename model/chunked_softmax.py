@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from model.attention import MASKED
+from model.product import transposed
 from model.sharding import BATCH, TENSOR, batch_shards, mesh_sizes, partition
 
 CHUNK_TOKENS = 1024
@@ -290,8 +291,9 @@ def _logits(chunks: Chunks, part: Part, hidden: Float[Array, "n D"], temperature
 
 
 def _product(left, right, contracted: tuple[int, int]):
-    dimensions = (tuple((axis,) for axis in contracted), ((), ()))
-    return jax.lax.dot_general(left, right, dimensions, preferred_element_type=jnp.float32)
+    left = left if contracted[0] == 1 else transposed(left)
+    right = right if contracted[1] == 0 else transposed(right)
+    return jnp.matmul(left, right, preferred_element_type=jnp.float32)
 
 
 def _has(part: Part, targets):

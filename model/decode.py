@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Int8, PyTree
 
 from model.attention import MASKED, WholeRows, causal_mask, rotary_phases
 from model.config import ModelConfig
+from model.device import this_device
 from model.lora import merged
 from model.parameters import joined
 from model.quantize import Stored, quantize, quantize_kernels
@@ -138,8 +139,12 @@ def _written(cache, key, value, column):
     """The cache's arrays with a new token's key and value."""
 
     def put(name, new):
-        start = (0, 0, 0, column) if name == "keys" else (0, 0, column, 0)
-        return jax.lax.dynamic_update_slice(getattr(cache, name), new, start[: new.ndim])
+        old, axis = getattr(cache, name), 3 if name == "keys" else 2
+        if new.dtype == jnp.bfloat16 and this_device().platform == "cpu":
+            # XLA for CPU would write by way of a float32 copy of the cache, number by number.
+            here = jax.lax.broadcasted_iota(jnp.int32, old.shape, axis) == column
+            return jnp.where(here, new, old)
+        return jax.lax.dynamic_update_slice_in_dim(old, new, column, axis)
 
     new = _lying(key, value, cache.key_scale is not None)
     return {name: put(name, part) for name, part in new.items()}
