@@ -175,7 +175,7 @@ def table(lines: list[dict]) -> Iterator[str]:
     if all(parts):
         rollout, update, iteration = parts
         yield f"iteration: {iteration / (rollout + update):.2f} of our rollout and update together"
-    for name in ("fp32_gflops", "bf16_gflops", "copy_gbs"):
+    for name in ("fp32_gflops", "bf16_fp32_gflops", "copy_gbs"):
         found = [x[f"{name}_median"] for x in lines if x["contest"] == "ceilings"]
         if found:
             yield f"ceiling {name}: {statistics.median(found):.1f} ({min(found)} to {max(found)})"

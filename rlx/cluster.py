@@ -60,7 +60,7 @@ def cluster(environment: Mapping[str, str], *, tpu: bool) -> str:
 
 def has_tpu() -> bool:
     """Whether JAX will use this machine's TPU. It is not asked: that would start it."""
-    platforms = os.environ.get("JAX_PLATFORMS", "tpu")
+    platforms = os.environ.get("JAX_PLATFORMS") or "tpu"
     chips = any(any(Path("/dev").glob(name)) for name in ("accel[0-9]*", "vfio/[0-9]*"))
     return "tpu" in platforms and chips and importlib.util.find_spec("libtpu") is not None
 
@@ -74,6 +74,8 @@ def join(hosts: HostSettings, environment: Mapping[str, str] = os.environ) -> bo
     name = "" if known or hosts.join == "never" else cluster(environment, tpu=has_tpu())
     if not known and not name:
         return False
+    # Its handler would take the place of what ends a process at SIGTERM, and end nothing.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
             **known,

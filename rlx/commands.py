@@ -26,6 +26,7 @@ from rlx.heldout import Heldout
 from rlx.mesh import on_mesh
 from rlx.policy import Policy, check_length, load_policy
 from rlx.resolve import mesh_sizes, resolve
+from rlx.run_folder import check_same_rows
 from rlx.settings import Config
 from rlx.task_loading import load_task
 from rlx.tasks.files import read_json_lines
@@ -48,6 +49,7 @@ def evaluate(config: Config) -> dict[str, Any]:
 def _evaluate(config: Config) -> dict[str, Any]:
     keys = assemble.random_keys(config)
     task = load_task(config)
+    check_same_rows(task)
     policy = load_policy(config, keys.weights)
     count = config.eval.final_problems
     counts = {"eval.final_problems": count}

@@ -36,9 +36,15 @@ from rlx.report.metrics import MetricsWriter, Unwritten
 from rlx.report.progress import Progress, clock_time
 from rlx.resolve import mesh_sizes, resolve, with_mesh
 from rlx.room import check_state
-from rlx.run_folder import check_data, first_evaluation, run_folder, seconds_so_far
+from rlx.run_folder import (
+    check_data,
+    check_same_rows,
+    first_evaluation,
+    run_folder,
+    seconds_so_far,
+)
 from rlx.scorers import load_reward_model
-from rlx.settings import Config
+from rlx.settings import Config, HostSettings
 from rlx.stepper import offline_stepper, online_stepper
 from rlx.task_loading import load_task
 
@@ -92,6 +98,7 @@ def _train(
     # ---- the parts -------------------------------------------------------------------------
     keys = assemble.random_keys(config)
     task = load_task(config)
+    check_same_rows(task)
     policy = load_policy(config, keys.weights)
     counts = {"eval.final_problems": config.eval.final_problems}
     if config.eval.every:
@@ -124,6 +131,8 @@ def _train(
             )
         )
         step = 0
+        if config.run.resume:
+            hosts.check_same("newest checkpoint in run.dir", checkpoints.latest)
         if config.run.resume and checkpoints.latest is not None:
             # Only its shapes are kept, so that two states are never in memory at once.
             shapes = abstract(state)
@@ -134,12 +143,15 @@ def _train(
         before = hosts.from_first(lambda: first_evaluation(folder))
         earlier = hosts.from_first(lambda: seconds_so_far(folder))
         if hosts.first():
-            write_atomically(folder / "config.yaml", resolved_yaml(config))
+            # How this process found the others is nothing that a resumed one could use.
+            kept = config.model_copy(update={"hosts": HostSettings()})
+            write_atomically(folder / "config.yaml", resolved_yaml(kept))
             writer = stack.enter_context(
                 MetricsWriter(
                     folder,
                     tensorboard=config.log.tensorboard,
                     resume_step=step if config.run.resume else None,
+                    evaluated_again=step >= config.loop.steps,
                 )
             )
         else:

@@ -14,7 +14,7 @@ from model.config import ModelConfig
 from model.errors import BadInput
 from model.sharding import AXES, ParameterAxes, mesh_sizes, shardings
 from rlx.derived import offline, rows, unit
-from rlx.hosts import check_same_data
+from rlx.hosts import check_same_data, check_same_weights
 from rlx.settings import Config
 
 TRAINED_BYTES = 16
@@ -205,6 +205,7 @@ def placed(axes: ParameterAxes, tree: PyTree) -> PyTree:
     mesh = current()
     if mesh is None:
         return jax.tree.map(jax.numpy.asarray, tree)
+    check_same_weights([x for x in jax.tree.leaves(tree) if not _on_mesh(x)])
     return jax.tree.map(_from_host, tree, shardings(mesh, axes, tree))
 
 
@@ -218,8 +219,12 @@ def everywhere(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: _from_host(x, sharding), tree)
 
 
+def _on_mesh(x: np.ndarray | jax.Array) -> bool:
+    return isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
+
+
 def _from_host(x: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
-    if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1:
+    if _on_mesh(x):
         return jax.device_put(x, sharding)
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         words = _from_host(np.asarray(jax.random.key_data(x)), sharding)

@@ -20,9 +20,10 @@ from model.config import ModelConfig
 from model.device import Device, made_for
 from model.errors import BadInput
 from model.parameters import parameter_count
-from rlx.cost import Cost, cost
+from rlx.cost import USUAL, Cost, cost
 from rlx.derived import offline, reads_whole_rows, rows
 from rlx.fits import Usage, usage
+from rlx.hlo import origin, parse, turns
 from rlx.mesh import Hardware, Sizes, choose, layouts, obstacles, on_mesh
 from rlx.plan_programs import Planned, programs
 from rlx.plan_shapes import Places, model_shape
@@ -80,10 +81,11 @@ class Outlook(NamedTuple):
     @property
     def tokens(self) -> int:
         """Of a step, at full length: those that are sampled, or learnt from."""
-        sampling = self.config.sampling
-        width = sampling.max_new_tokens
+        sampling, batch, probe = self.config.sampling, self.config.batch, self.config.rollout.probe
+        width, count = sampling.max_new_tokens, rows(self.config)
         width += sampling.max_prompt_tokens if offline(self.config) else 0
-        return rows(self.config) * width
+        count += batch.prompts * (batch.samples - probe) if probe else 0
+        return count * width
 
 
 def prepared(config: Config, topology: Topology) -> tuple[Config, tuple[str, ...]]:
@@ -102,12 +104,6 @@ def prepared(config: Config, topology: Topology) -> tuple[Config, tuple[str, ...
             notes.append(
                 "one round of dynamic sampling; up to rollout.max_rounds="
                 f"{config.rollout.max_rounds} may be drawn"
-            )
-        if config.rollout.probe:
-            notes.append(
-                f"of probing the first samples alone; completing the chosen groups adds "
-                f"{config.batch.samples - config.rollout.probe} of {config.batch.samples} samples "
-                "a prompt"
             )
     if topology.chip.platform == "cuda" and config.model.attention in ("auto", "cudnn"):
         # The compiler asks for the library, which is only there where a GPU is.
@@ -191,7 +187,7 @@ class Planner:
             return Estimate(planned.name, planned.runs, None, needed, False, (), took)
         took = time.monotonic() - begun
         used = usage(compiled, planned.held)
-        text, parts, before = compiled.as_text(), [], Cost()
+        text, parts, before = numbered(compiled.as_text()), [], Cost()
         for part in planned.parts:
             whole = cost(text, part.trips, hosts=hosts)
             own, before = beyond(whole, before), whole
@@ -205,6 +201,26 @@ class Planner:
             tuple(parts),
             took,
         )
+
+
+def numbered(text: str) -> str:
+    """A compiled program's text, where each outermost loop whose turns depend on data has its
+    place in its name: loops that follow one another have the same name, `jit(f)/while`, and are
+    `loop_0:jit(f)/while` and `loop_1:jit(f)/while` here."""
+    module = parse(text)
+    loops = [
+        line
+        for computation in module.computations.values()
+        for line in computation.values()
+        if line.opcode == "while"
+        and origin(line).split("/").count("while") == 1
+        and not USUAL.search(origin(line))
+        and turns(module, line) is None
+    ]
+    for place, line in enumerate(loops):
+        named = line.text.replace('op_name="', f'op_name="loop_{place}:')
+        text = text.replace(line.text, named, 1)
+    return text
 
 
 def _needed(message: str) -> int | None:

@@ -5,6 +5,7 @@ completion as long as `sampling.max_new_tokens`.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -32,8 +33,9 @@ from rlx.plan_shapes import (
 )
 from rlx.policy import Policy
 from rlx.prepare import Frozen, make_signal, score_samples
+from rlx.probe import choose_probed, rest, wide
 from rlx.prompts import Prompts
-from rlx.rollout import Scores, sample_round
+from rlx.rollout import Sampling, Scores, sample_round, sample_rows
 from rlx.rounds import begin
 from rlx.settings import Config
 from rlx.state import start_memory
@@ -50,7 +52,8 @@ class Part(NamedTuple):
 
     name: str
     trips: Mapping[str, float]
-    """How often the loops turn whose number depends on data, at full length."""
+    """How often the loops turn whose number depends on data, at full length: by a part of their
+    names, or by their places, `loop_0`, `loop_1` (`numbered` in rlx/plan.py)."""
 
 
 class Planned(NamedTuple):
@@ -64,6 +67,8 @@ class Planned(NamedTuple):
     """Each takes what it has beyond the one before."""
     held: int
     """Bytes of a device that the run keeps there meanwhile, the program's own arguments too."""
+    lasting: int
+    """Of them, those of the whole run that no data decides: parameters, moments, what is frozen."""
     runs: float = 1.0
     """A step."""
 
@@ -117,38 +122,43 @@ def _online(
         scorer = assemble.network(config, shape, policy.dtype)
     key, zero = places.whole((state.key, jax.ShapeDtypeStruct((), jnp.int32)))
     solved = memory.solved
-    operands = (acting.params, pool, state.cursor, solved, key, zero)
-    samples, draw = _shapes(sample_round, plan.sampling, *operands)
+    # A probing round has as many rows, of more prompts.
+    first = wide(plan.sampling) if plan.sampling.probe else plan.sampling
+    operands = (first, acting.params, pool, state.cursor, solved, key, zero)
+    samples, draw = _shapes(sample_round, *operands)
     samples, draw = places.rows(samples, count), places.whole(draw)
     resident = device_bytes((state, frozen, pool))
+    lasting = device_bytes((state._replace(memory=None), frozen))
     sampled = device_bytes(samples)
 
     made = []
 
-    def add(name, operands, parts, extra=0, runs=1.0):
-        made.append(
-            Planned(name, PROGRAMS[name].jitted().lower, operands, parts, resident + extra, runs)
-        )
+    def add(name, operands, parts, extra=0):
+        lower = PROGRAMS[name].jitted().lower
+        made.append(Planned(name, lower, operands, parts, resident + extra, lasting))
 
-    drawn = 1.0
-    loops = _decode_trips(config, count, sampling.slots)
-    add(
-        "sample",
-        (plan.sampling, *operands),
-        (Part("prefill", {"while": 0}), Part("decode", {"while": loops})),
-        runs=drawn,
-    )
-    if scorer is not None:
+    def add_verifier(name, rows, samples, extra):
         verify = jax.jit(model_verifier(scorer, learner.micro))
-        operands = (frozen, pool, draw.rows, samples)
-        parts = (Part("verify", {}),)
-        made.append(Planned("verify", verify.lower, operands, parts, resident + sampled, drawn))
-    scores = _scores(plan, count)
+        operands, parts = (frozen, pool, rows, samples), (Part(name, {}),)
+        made.append(Planned(name, verify.lower, operands, parts, resident + extra, lasting))
+
+    add("sample", operands, _sampler_parts(first, places.shards))
+    if scorer is not None:
+        add_verifier("verify", draw.rows, samples, sampled)
+    if plan.sampling.probe:
+        more, scores = rest(plan.sampling), places.whole(_scores(first))
+        probed = _shapes(choose_probed, plan.sampling, pool, solved, draw, samples, scores)
+        probed = places.rows(probed, batch.prompts * first.samples)
+        chosen, kept = places.whole(probed.draw), device_bytes(probed)
+        operands = (more, acting.params, pool, chosen.rows, chosen.epochs, key, zero)
+        add("complete", operands, _sampler_parts(more, places.shards, "_rest"), sampled + kept)
+        if scorer is not None:
+            others = places.rows(_shapes(sample_rows, *operands), batch.prompts * more.samples)
+            add_verifier("verify_rest", chosen.rows, others, kept + device_bytes(others))
     pending = jax.eval_shape(
         lambda cursor, solved: begin(plan.sampling, width, cursor, solved), zero, solved
     )
     pending = places.rows(pending, count)
-    scores = places.whole(scores)
     streams = {"while": math.ceil(count / learner.micro)}
     kept = device_bytes(pending)
     if config.rollout.dynamic_sampling or config.rollout.probe:
@@ -191,19 +201,37 @@ def _reads_scores(plan: Any, learner: Learner, frozen: Frozen) -> bool:
     return needed or frozen.reference is not None
 
 
-def _scores(plan: Any, count: int) -> PyTree:
-    n, g = plan.sampling.prompts, plan.sampling.samples
-    shapes = ((n, g), (n, g), (n, g, 1), (n, g, plan.sampling.max_new_tokens))
+def _scores(sampling: Sampling) -> Scores:
+    n, g = sampling.prompts, sampling.samples
+    shapes = ((n, g), (n, g), (n, g, 1), (n, g, sampling.max_new_tokens))
     return Scores(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
 
 
-def _decode_trips(config: Config, count: int, slots: int) -> float:
-    """Turns of each of the loops that a sampler has, on the average: it has one for each width of
-    its cache, or, with slots, one that fills them and one without rows to follow."""
-    longest = STRIDE * math.ceil(config.sampling.max_new_tokens / STRIDE)
+def _sampler_parts(sampling: Sampling, shards: int, which: str = "") -> tuple[Part, Part]:
+    turns = decode_turns(sampling, shards)
+    trips = {f"loop_{place}": float(count) for place, count in enumerate(turns)}
+    return Part(f"prefill{which}", {"while": 0}), Part(f"decode{which}", trips)
+
+
+def decode_turns(sampling: Sampling, shards: int) -> list[int]:
+    """How often each loop of the sampler (model/sample.py) turns, in their order, where every row
+    is of full length and rows lie in so many `shards`, each with its share of the slots.
+
+    There is a loop for each width of the cache; or, with slots, one for rows that have others to
+    follow them and one for the last rows, where they are so few that they move together. Rows
+    that begin together end together: only those of the last term can be few, and the first turn
+    of a term, which gives them their slots, is of the first loop.
+    """
+    count = sampling.prompts * sampling.samples // shards
+    slots = math.ceil(sampling.slots / shards)
+    each = math.ceil(sampling.max_new_tokens / STRIDE)
     if not slots or slots >= count:
-        return longest / STRIDE / len(cache_widths(longest))
-    return count / slots * longest / STRIDE / (2 if slots // 4 else 1)
+        widths = [0, *cache_widths(STRIDE * each)]
+        return [(after - before) // STRIDE for before, after in itertools.pairwise(widths)]
+    few, terms = slots // 4, math.ceil(count / slots)
+    last = count - (terms - 1) * slots
+    together = each - 1 if last <= few else 0
+    return [terms * each - together, *([together] if few else [])]
 
 
 def _offline(
@@ -230,6 +258,7 @@ def _offline(
     reference, base = _frozen(config, places, policy)
     step = offline_run(learner, config.batch.prompts)
     held = device_bytes((state, reference, base, pool, data))
+    lasting = device_bytes((state._replace(memory=None), reference, base))
     return [
         Planned(
             "update",
@@ -237,6 +266,7 @@ def _offline(
             (state, reference, pool, data),
             (Part("update", {}),),
             held,
+            lasting,
         )
     ]
 

@@ -137,7 +137,7 @@ def table(result: dict[str, Any]) -> str:
 def _closing(result: dict[str, Any]):
     if result["step_seconds"]:
         yield (
-            f"a step: {_seconds(result['step_seconds'])} s at the least, "
+            f"a step: {_seconds(result['step_seconds'])} s by the vendor's figures, "
             f"{result['tokens_a_second']:,.0f} tokens a second"
         )
     if result.get("dollars_a_step") is not None:

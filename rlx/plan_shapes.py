@@ -96,6 +96,11 @@ class Places:
     def __init__(self, mesh: Mesh | None, devices: list[Any]):
         self.mesh, self.devices = mesh, devices
 
+    @property
+    def shards(self) -> int:
+        """Parts of a batch."""
+        return math.prod(self.mesh.shape[axis] for axis in BATCH) if self.mesh else 1
+
     def _put(self, tree: PyTree, place: Callable) -> PyTree:
         def of_leaf(x):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(x))
@@ -111,10 +116,9 @@ class Places:
         """Arrays whose first axis is one of `counts` lie split over the batch's axes."""
         if self.mesh is None:
             return self.whole(tree)
-        split = math.prod(self.mesh.shape[axis] for axis in BATCH)
 
         def place(x):
-            along = x.ndim > 0 and x.shape[0] in counts and x.shape[0] % split == 0
+            along = x.ndim > 0 and x.shape[0] in counts and x.shape[0] % self.shards == 0
             return NamedSharding(self.mesh, PartitionSpec(BATCH) if along else PartitionSpec())
 
         return self._put(tree, place)

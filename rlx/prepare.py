@@ -160,6 +160,7 @@ def make_batch(
         "advantage/mean": ops.mean(advantages, counted),
         "advantage/std": ops.deviation(advantages, counted),
         "trained_rows": ops.scalar_metric(jnp.sum(use)),
+        "trained_tokens": ops.scalar_metric(jnp.sum(mask)),
     }
     if learner.valued is not None:
         returns = signals[learner.valued].returns

@@ -52,9 +52,8 @@ def _convolution(line: Instruction, computation: Computation) -> int:
     given = dict(part.split("=") for part in window[1].split()) if window else {}
     axes = [label for label in labels[2] if label.isdigit()]
     total = 2 * kernel[labels[2].index("i")] * out[labels[3].index("f")]
-    batch_groups = re.search(r"batch_group_count=(\d+)", line.text)
+    # Also with batch_group_count: the output's batch is of one group, and a feature sees its own.
     total *= out[labels[3].index("b")]
-    total //= int(batch_groups[1]) if batch_groups else 1
     for axis in axes:
         place = int(axis)
 

@@ -119,8 +119,11 @@ class Record:
             values["seconds/compile"] = chunk.compile_seconds / length
             values["tokens_per_second"] = values["tokens"] * length / chunk.seconds
             for phase, share in chunk.phases.items():
+                # Of what a step draws, only what it trains on is scored and learnt from.
+                drawn = phase not in ("score", "update") or "trained_tokens" not in values
+                tokens = values["tokens" if drawn else "trained_tokens"]
                 values[f"seconds/{phase}"] = share / length
-                values[f"tokens_per_second/{phase}"] = values["tokens"] * length / share
+                values[f"tokens_per_second/{phase}"] = tokens * length / share
             self.writer.write(step + i + 1, values)
             self.watch.update(step + i + 1, values)
             self.progress.update(step + i + 1, values)

@@ -1,5 +1,8 @@
 """How long a program takes at the least, by what it computes, moves and sends.
 
+Of sending on a TPU it is no bound: each exchange is told as one ring along one axis of the torus,
+and over chips that span two or three axes it can be up to that many times as fast.
+
 https://doi.org/10.1145/1498765.1498785 (Williams, Waterman and Patterson: the roofline)
 """
 
@@ -38,8 +41,9 @@ def seconds(cost: Cost, chip: Chip) -> Seconds:
 
 
 def message_seconds(kind: Message, sent: float, chip: Chip) -> float:
-    """Within a host by its links; between hosts also by the network, which the devices of a host
-    that take part share the work of, but for an all-to-all: there each sends what is its own."""
+    """Within a host by its links, of a TPU those of one axis, whatever axes the exchange spans;
+    between hosts also by the network, which the devices of a host that take part share the work
+    of, but for an all-to-all: there each sends what is its own."""
     if kind.devices < 2 or not sent:
         return 0.0
     across = kind.beside < kind.devices and chip.network_speed is not None

@@ -18,17 +18,20 @@ from rlx.settings import Config
 
 
 def check_state(config: Config) -> None:
-    """Raises BadInput where what the run keeps on a device all the time (parameters, moments,
-    reference, data) is more than it has. Nothing is compiled."""
+    """Raises BadInput where what the run keeps on a device all the time, its data aside
+    (parameters, moments, what is frozen), is more than it has. Nothing is compiled.
+
+    How much data there is, and how wide, no one knows before the task is loaded.
+    """
     limit = this_hardware().memory
     if limit is None:
         return
-    kept = max(planned.held for planned in programs(config, Places(current(), jax.devices())))
+    kept = max(planned.lasting for planned in programs(config, Places(current(), jax.devices())))
     if kept > limit:
         raise BadInput(
-            f"The run keeps {kept / GIB:.2f} GiB on each device (parameters, moments, a reference, "
-            f"data), and one has {limit / GIB:.2f}. Raise mesh.fsdp or mesh.tensor, or use more "
-            "devices; or set optimizer.state_dtype=int8; or train adapters (lora.rank)."
+            f"The run keeps {kept / GIB:.2f} GiB on each device (parameters, moments, a "
+            f"reference), and one has {limit / GIB:.2f}. Raise mesh.fsdp or mesh.tensor, or use "
+            "more devices; or set optimizer.state_dtype=int8; or train adapters (lora.rank)."
         )
 
 

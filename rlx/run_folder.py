@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from model.errors import BadInput
+from rlx import hosts
 from rlx.config import ConfigError, load
 from rlx.files import write_atomically
 from rlx.report.metrics import RESERVED, read_lines
@@ -98,14 +99,25 @@ def check_resume(config: Config, folder: Path) -> None:
         raise ConfigError(changed)
 
 
-def check_data(folder: Path, task: Task, *, resume: bool) -> None:
-    """Writes down what data a run begins with. Raises BadInput where it is resumed with others:
-    prompts would come again or never, and what was trained on might be held out."""
+def rows_checksum(task: Task) -> dict[str, int]:
+    """Of the rows that are trained on, and of those held out."""
     kinds = {
         "training": (task.train, task.pairs, task.conversations),
         "held-out": (task.heldout, task.heldout_pairs, task.heldout_conversations),
     }
-    found = {name: zlib.crc32(repr(rows).encode()) for name, rows in kinds.items()}
+    return {name: zlib.crc32(repr(rows).encode()) for name, rows in kinds.items()}
+
+
+def check_same_rows(task: Task) -> None:
+    """Raises BadInput where another host has read other rows, or other answers to them."""
+    if hosts.several():
+        hosts.check_same("rows of task.name", rows_checksum(task))
+
+
+def check_data(folder: Path, task: Task, *, resume: bool) -> None:
+    """Writes down what data a run begins with. Raises BadInput where it is resumed with others:
+    prompts would come again or never, and what was trained on might be held out."""
+    found = rows_checksum(task)
     path = folder / "data.json"
     if resume and path.exists():
         begun = json.loads(path.read_text())
@@ -119,15 +131,15 @@ def check_data(folder: Path, task: Task, *, resume: bool) -> None:
 
 
 def seconds_so_far(folder: Path) -> float:
-    """What a run took before it is resumed: as its last orderly end told it, or as the lines
-    of its steps add up to, where one was killed since."""
-    told, steps = 0.0, 0.0
+    """What a run took before it is resumed: as its last orderly end told it, and what the lines of
+    its steps since then add up to, where one was killed since."""
+    told, until = 0.0, 0
     if (folder / "summary.json").exists():
-        told = json.loads((folder / "summary.json").read_text())["seconds"]
-    if (folder / "metrics.jsonl").exists():
-        lines = read_lines(folder / "metrics.jsonl")
-        steps = math.fsum(line.get("seconds") or 0.0 for line in lines if line["kind"] == "train")
-    return max(told, steps)
+        summary = json.loads((folder / "summary.json").read_text())
+        told, until = summary["seconds"], summary["steps"]
+    lines = read_lines(folder / "metrics.jsonl")
+    since = (line for line in lines if line["kind"] == "train" and line["step"] > until)
+    return told + math.fsum(line.get("seconds") or 0.0 for line in since)
 
 
 def first_evaluation(folder: Path) -> dict[str, Any] | None:

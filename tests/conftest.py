@@ -41,6 +41,15 @@ def scattered(shapes, seed):
     return jax.tree_util.tree_map_with_path(leaf, shapes)
 
 
+LONG = ("mesh_runs", "hosts", "mesh", "run_kinds", "lora_runs", "loop", "run", "benchmarks", "plan")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first: else one of the two processes is alone with one at the end."""
+    places = {f"test_{name}": place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
+
+
 @pytest.fixture(scope="session")
 def tiny_config() -> ModelConfig:
     """Every size differs from every other, and the last 4 of its 29 ids are no tokens."""

@@ -190,6 +190,13 @@ def test_an_infinite_ratio_is_no_nan(name, advantage):
     assert ops.values(metrics)["ratio/clamped"] == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("name", [n for n, row in EXPECTED.items() if "kl/clamped" in row.metrics])
+def test_clamped_divergences_are_counted_on_both_sides_and_never_under_the_mask(name):
+    far = jnp.zeros((4, 4)).at[0, 0].set(25.0).at[1, 1].set(-25.0).at[1, 3].set(50.0)
+    _, metrics = ROWS[name].loss(NEW, OLD, NEW + far, ADVANTAGES, MASK)
+    assert ops.values(metrics)["kl/clamped"] == pytest.approx(0.2)
+
+
 @rows_of_ratios
 def test_a_masked_slot_with_nan_does_not_leak(name):
     """Averaged before it is masked, the first would be NaN and the second 5.5."""

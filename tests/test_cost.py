@@ -180,6 +180,19 @@ def test_a_convolution_counts_its_kernel():
     assert found.flops == 2 * (2 * 7 * 5) * 4 * 3
 
 
+def test_a_convolution_whose_batch_lies_in_groups_counts_each_group_once():
+    """The output's batch is of one group already: to divide by their number again counts half."""
+    x, kernel = jnp.ones((4, 10, 3)), jnp.ones((4, 3, 6))
+    found = counted(
+        lambda x, k: jax.lax.conv_general_dilated(
+            x, k, (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC"), batch_group_count=2
+        ),
+        x,
+        kernel,
+    )
+    assert found.flops == 2 * (2 * 7 * 6) * 4 * 3
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -20,8 +20,10 @@ from toy_run import SMALL, lines, params_of
 
 from model.errors import BadInput
 from model.shards import SINGLE
-from rlx import cluster
+from rlx import cluster, hosts
+from rlx.run_folder import check_same_rows
 from rlx.settings import HostSettings
+from rlx.tasks import Task
 
 ROOT = Path(__file__).parents[1]
 NANO = ROOT / "model" / "assets" / "nano"
@@ -401,6 +403,28 @@ def test_what_contradicts_itself_is_refused(settings, environment, said):
 )
 def test_a_cluster_is_known_by_its_variables(environment, tpu, name):
     assert cluster.cluster(environment, tpu=tpu) == name
+
+
+def test_hosts_that_read_other_weights_or_rows_are_told(monkeypatch):
+    """Of one shape and size: else each would train its own, and the mean of their gradients."""
+    own = {"kernel": np.ones((40, 70), np.float32), "bias": np.zeros(3, np.float16)}
+    task = Task(name="x", train=[{"question": "1 + 1", "answer": "2"}], heldout=[])
+    monkeypatch.setattr(hosts, "several", lambda: True)
+    for check, here, there in (
+        (hosts.check_same_weights, own, own | {"kernel": own["kernel"] * 2}),
+        (hosts.check_same_weights, own, own | {"bias": np.float16([0, 0, 1])}),
+        (check_same_rows, task, task._replace(train=[task.train[0] | {"answer": "3"}])),
+    ):
+        given = []
+
+        def gathered(value, given=given):
+            given.append(value)
+            return [given[0], value]  # of the first process, and of this one
+
+        monkeypatch.setattr(hosts, "gathered", gathered)
+        check(here)
+        with pytest.raises(BadInput, match=r"expected the same .* on every host; process 1"):
+            check(there)
 
 
 def test_an_error_that_tells_of_a_lost_process_is_told_from_others():

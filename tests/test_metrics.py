@@ -1,5 +1,6 @@
 """The files of a run stay valid, hold each step once, and say aloud what went wrong."""
 
+import errno
 import io
 import json
 import math
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from rlx.report.metrics import MetricsWriter, json_safe, read_lines, write_atomically
 from rlx.report.progress import Progress, Watch
@@ -120,6 +122,25 @@ def test_after_a_resume_each_step_stands_there_once(tmp_path):
     assert [line["step"] for line in read_lines(tmp_path / "samples.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
+def test_an_evaluation_that_comes_again_stands_there_once(tmp_path):
+    """A run that ended while it was exported is resumed at its last step, and evaluates anew."""
+    for resume_step, value in ((None, 1.0), (2, 2.0)):
+        again = resume_step is not None
+        with MetricsWriter(
+            tmp_path, tensorboard=False, resume_step=resume_step, evaluated_again=again
+        ) as writer:
+            if not again:
+                writer.write(0, {"n": value}, kind="eval")
+                writer.write(2, {"loss": value})
+                writer.write_samples(2, [SAMPLE | {"split": "train"}])
+            writer.write(2, {"n": value}, kind="eval")
+            writer.write_samples(2, [SAMPLE | {"split": "heldout", "length": int(value)}])
+    lines = [(x["kind"], x["step"], x.get("n")) for x in metrics_lines(tmp_path)]
+    assert lines == [("eval", 0, 1.0), ("train", 2, None), ("eval", 2, 2.0)]
+    samples = read_lines(tmp_path / "samples.jsonl")
+    assert [(x["split"], x["length"]) for x in samples] == [("train", 2), ("heldout", 2)]
+
+
 def test_a_fresh_run_does_not_mix_with_an_earlier_one(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=False, resume_step=None) as writer:
         writer.write(1, {"loss": 0.0})
@@ -181,28 +202,46 @@ def test_a_failing_disk_surfaces(tmp_path):
         writer.write(1, {"loss": 0.0})
 
 
-def test_tensorboard_gets_the_same_steps_under_the_kind(tmp_path, monkeypatch):
-    scalars, options = [], []
+def events(folder):
+    """Of each file, in the order of their steps: what it holds as (name, value, step)."""
+    files = []
+    for path in sorted((folder / "tensorboard").glob("*tfevents*"), key=lambda p: p.suffix):
+        data, found, place = path.read_bytes(), [], 0
+        while place < len(data):  # length, its checksum, the event, its checksum
+            size = int.from_bytes(data[place : place + 8], "little")
+            event = Event.FromString(data[place + 12 : place + 12 + size])
+            place += 16 + size
+            if event.HasField("session_log"):
+                found.append(("begun", event.session_log.status, event.step))
+            found += [(x.tag, x.simple_value, event.step) for x in event.summary.value]
+        files.append(found)
+    return files
 
-    class Recorder(SummaryWriter):
-        def __init__(self, *args, **keywords):
-            options.append(keywords["purge_step"])
-            super().__init__(*args, **keywords)
 
-        def add_scalar(self, name, value, step):
-            scalars.append((name, value, step))
-            super().add_scalar(name, value, step)
-
-    monkeypatch.setattr("rlx.report.metrics.SummaryWriter", Recorder)
+def test_tensorboard_gets_the_same_steps_under_the_kind(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=True, resume_step=None) as writer:
         writer.write(3, {"loss": 0.5, "kl": math.nan})
         writer.write(3, {"pass@1": 0.25}, kind="eval")
+        # At once: a run that is killed has them too. TensorBoard has no @ in its names.
+        assert events(tmp_path) == [[("train/loss", 0.5, 3), ("eval/pass_1", 0.25, 3)]]
     with MetricsWriter(tmp_path, tensorboard=True, resume_step=3) as writer:
         writer.write(4, {"loss": 0.25})
-    assert scalars == [("train/loss", 0.5, 3), ("eval/pass@1", 0.25, 3), ("train/loss", 0.25, 4)]
-    # TensorBoard hides what is at or past purge_step: step 3 itself must stay.
-    assert options == [None, 4]
-    assert len(list((tmp_path / "tensorboard").glob("*tfevents*"))) == 2
+    # TensorBoard hides what is at or past the step of a session's start: step 3 itself must stay.
+    assert events(tmp_path)[1] == [("begun", SessionLog.START, 4), ("train/loss", 0.25, 4)]
+
+
+def test_a_disk_that_fails_under_tensorboard_surfaces_too(tmp_path, monkeypatch):
+    """A writer with a thread would lose it, and wait for ever once its queue is full."""
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    writer = MetricsWriter(tmp_path, tensorboard=True, resume_step=None)
+    with monkeypatch.context() as broken:
+        broken.setattr(EventsWriter, "flush", full)
+        with pytest.raises(OSError, match="No space left"):
+            writer.write(1, {"loss": 0.5})
+    writer.close()
 
 
 class Clock:

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+from toy import batch, learner
 from toy_run import lines, start
 from transformers import AutoModelForCausalLM
 
 from model.config import CheckpointError, from_hugging_face, read_config
 from model.expert_products import expert_product
 from model.experts import collect, dispatch, lay_out
-from model.heads import logits
+from model.heads import completion_outputs, logits
 from model.load import export, load_params
 from model.moe import LOADS, balance_loss, route
 from model.parameters import head_kernel
@@ -28,6 +29,7 @@ from model.qwen import Qwen
 from model.sample import sample
 from rlx.cost import forward_flops, rollout_bytes
 from rlx.router import load_metrics
+from rlx.update import gradients
 
 ROOT = Path(__file__).parents[1]
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
@@ -161,6 +163,42 @@ def test_the_balance_loss_and_its_gradient_are_those_of_transformers_without_pad
     real = (ragged[1] >= 0).sum()
     np.testing.assert_array_equal(load.tokens, [real, real])
     np.testing.assert_array_equal(load.sent.sum(1), [2 * real] * 2)
+
+
+def test_the_balance_loss_is_added_with_its_weight_and_each_micro_batch_by_its_rows(moe):
+    """Of the second micro-batch one row has no part. Logged and not added, the balance would
+    change no gradient."""
+    config, params, rows = moe().config, moe().params, batch(4)
+    mask = rows.mask.at[3].set(False)
+    rows = rows._replace(mask=mask, signals=tuple(s._replace(mask=mask) for s in rows.signals))
+
+    def of_weight(weight, params):
+        made = learner("dapo", model=Qwen(config), micro=2, router_aux=weight)
+        (grads, _), loss, metrics = gradients(made, (params, {}), rows)
+        return grads, loss, metrics["router/aux"]
+
+    def balances(params):
+        pieces = [(rows.tokens[i : i + 2], rows.positions[i : i + 2]) for i in (0, 2)]
+        outputs = [completion_outputs(Qwen(config), params, *p, mask.shape[1]) for p in pieces]
+        first, second = (balance_loss(o.load) for o in outputs)
+        return (2 * first + second) / 3, (first + second) / 2
+
+    @jax.jit
+    def run(params):
+        slopes = jax.value_and_grad(balances, has_aux=True)(params)
+        return of_weight(0.0, params), of_weight(0.1, params), slopes
+
+    (without, loss_0, _), (grads, loss, logged), ((balance, plain), slopes) = run(params)
+    assert loss - loss_0 == pytest.approx(0.1 * float(balance), rel=1e-4)
+    assert logged.total / logged.count == pytest.approx(float(plain), rel=1e-5)
+    assert abs(float(balance - plain)) > 1e-3
+    assert jnp.abs(slopes["layers"]["mlp"]["router"]["kernel"]).max() > 1e-2
+
+    def added(after, before, slope):
+        atol = 1e-5 * float(jnp.max(jnp.abs(before))) + 1e-7
+        np.testing.assert_allclose(after - before, 0.1 * slope, rtol=1e-3, atol=atol)
+
+    jax.tree.map(added, grads, without, slopes)
 
 
 def test_a_token_of_equal_probabilities_goes_to_the_first_experts():

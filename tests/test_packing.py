@@ -19,6 +19,8 @@ from toy import (
     together,
 )
 
+from model.heads import logits
+from model.parameters import head_kernel
 from model.qwen import Qwen
 from rlx.packing import layout, pack
 from rlx.scoring import score_completions, score_rows
@@ -81,7 +83,7 @@ TERMS = ("grpo", "gspo", "entropy", "kl_k3")
 
 @pytest.mark.parametrize("micro", [1, 2, 4, 8, 16])
 def test_packing_changes_no_gradient_and_no_metric(micro):
-    made = together(TERMS, micro=micro, on_policy=False)
+    made = together(TERMS, micro=micro, on_policy=False, temperature=0.6)
     rows = groups(RAGGED, PROMPTS, TERMS)
     trained = (initial_params(), {})
     grads, value, metrics = jax.jit(functools.partial(gradients, made))(trained, rows)
@@ -95,6 +97,25 @@ def test_packing_changes_no_gradient_and_no_metric(micro):
         assert our_padding.count < padding.count and our_padding.total < padding.total
     assert metrics.keys() == our_metrics.keys()
     assert_close(our_metrics, metrics)
+
+
+def test_logprobs_of_streams_are_at_the_temperature():
+    """At 1 they would be off by more than one nat: those of a policy that nobody samples."""
+    made, rows = packed(learner(micro=4, temperature=0.6)), groups(RAGGED, PROMPTS)
+    text = (rows.tokens, rows.positions)
+    scored = jax.jit(score_completions, static_argnums=0)(
+        made, initial_params(), {}, *text, rows.mask
+    )
+    hidden = Qwen(CONFIG).apply({"params": initial_params()}, *text)[:, -WIDTH - 1 : -1]
+    plain = logits(CONFIG, head_kernel(CONFIG, initial_params()), hidden)
+
+    def gap(temperature):
+        expected = jax.nn.log_softmax(plain / temperature)
+        chosen = jnp.take_along_axis(expected, rows.tokens[:, -WIDTH:, None], axis=2)[..., 0]
+        return float(jnp.max(jnp.where(rows.mask, jnp.abs(scored.logprobs - chosen), 0)))
+
+    assert gap(0.6) < 1e-5
+    assert gap(1.0) > 1.0
 
 
 @functools.cache

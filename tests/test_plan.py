@@ -5,19 +5,23 @@ import shutil
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
+import toy
 
 import run
 from model.errors import BadInput
+from model.sample import STRIDE
 from rlx.config import load_training
 from rlx.cost import Cost, rollout_bytes
 from rlx.derived import offline
 from rlx.fits import Usage, check_fits, usage
 from rlx.mesh import Sizes, on_mesh
 from rlx.plan import Estimate, Outlook, PartEstimate, Planner, compare, fit, prepared
-from rlx.plan_programs import programs
+from rlx.plan_programs import decode_turns, programs
 from rlx.plan_report import plan, table
 from rlx.plan_shapes import Places, model_shape
+from rlx.rollout import sample_rows
 from rlx.roofline import Seconds
 from rlx.topology import parse, plugin_installed
 
@@ -183,6 +187,102 @@ def test_decoding_moves_little_more_than_weights_and_cache_on_a_tpu(shape_only, 
     shape = {"rows": 32, "prompt": 128, "completion": 64, "samples": 4}
     least = rollout_bytes(model_shape(str(tmp_path))[0], **shape, itemsize=2)
     assert least - 64 * 128 * 2**20 <= decode.bytes <= 1.3 * least
+
+
+@pytest.mark.parametrize(
+    ("slots", "length"), [(0, 40), (3, 10), (4, 12), (5, 12), (8, 12), (10, 12), (11, 12), (11, 4)]
+)
+def test_decoding_is_told_as_many_turns_as_the_sampler_takes(slots, length):
+    """As many in each loop as in the other would be half of them, where slots divide the rows."""
+    settings = toy.sampling(prompts=3, samples=4, slots=slots, max_new_tokens=length)
+    settings = settings._replace(stop_ids=(-1,))
+    rows = jnp.arange(3)
+    sampled = jax.jit(sample_rows, static_argnums=0)(
+        settings, toy.initial_params(), toy.pool(), rows, rows, jax.random.key(0), 0
+    )
+    assert bool(sampled.mask.all())
+    turns = decode_turns(settings, 1)
+    widths = (slots, slots // 4) if slots else (12, 12)
+    steps = STRIDE * sum(count * width for count, width in zip(turns, widths, strict=False))
+    assert steps == int(sampled.slot_steps)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "samples", "slots", "length", "shards", "turns"),
+    [
+        (64, 8, 64, 1024, 1, [8 * 256, 0]),
+        (8, 4, 8, 16, 1, [4 * 4, 0]),
+        # Two slots a part: no quarter of them, so no second loop.
+        (8, 4, 8, 16, 4, [4 * 4]),
+        # 16 rows in 15 slots: the last row takes its slot in the first loop.
+        (8, 4, 30, 16, 2, [4 + 1, 3]),
+        # 8 rows in 8 slots, and a cache that grows twice.
+        (8, 4, 29, 68, 4, [8, 8, 1]),
+    ],
+)
+def test_each_part_of_a_mesh_decodes_its_rows_in_its_slots(
+    prompts, samples, slots, length, shards, turns
+):
+    settings = toy.sampling(prompts=prompts, samples=samples, slots=slots, max_new_tokens=length)
+    assert decode_turns(settings, shards) == turns
+
+
+@pytest.mark.parametrize("topology", ["cpu:1", "v5e:2x2", "h100:2"])
+def test_slots_decode_each_row_to_its_end(tiny_recipe, topology):
+    needs(topology)
+
+    def decoding(slots):
+        change = f"sampling.slots={slots}"
+        made, config = planner(topology, load_training(tiny_recipe, [change]))
+        sizes = Sizes(made.topology.devices, 1, 1)
+        (sample,) = made.outlook(config, sizes, ("sample",)).estimates
+        return sample.parts[1].cost.flops
+
+    # 8 of 32 rows at a time, four times: as many tokens as all of them at once.
+    assert decoding(8) / decoding(0) == pytest.approx(1, abs=0.05)
+
+
+def test_the_last_few_rows_are_decoded_in_a_quarter_of_the_slots(tiny_recipe):
+    def decoding(slots):
+        change = f"sampling.slots={slots}"
+        made, config = planner("cpu:1", load_training(tiny_recipe, [change]))
+        (sample,) = made.outlook(config, Sizes(1, 1, 1), ("sample",)).estimates
+        return sample.parts[1].cost.flops
+
+    # 30 rows for 4 turns and one more; then the last two in 7 slots, for 3.
+    ratio = (5 * 30 + 3 * 7) / (4 * 32)
+    assert decoding(30) / decoding(0) == pytest.approx(ratio, rel=0.05)
+
+
+def test_a_probed_step_is_planned_as_it_runs(tiny_recipe):
+    """A sampler of whole groups alone prefills half as many prompts, and ends two samples early."""
+    plain = plan(load_training(tiny_recipe, []), parse("cpu:1"))
+    probed = plan(load_training(tiny_recipe, ["rollout.probe=2"]), parse("cpu:1"))
+    sample, complete, prepare, update = probed["programs"]
+    assert [sample["name"], complete["name"]] == ["sample", "complete"]
+    assert [prepare["name"], update["name"]] == ["prepare", "update"]
+    (prefill, decode), (again, rest) = (
+        [part["flops"] for part in program["parts"]] for program in (sample, complete)
+    )
+    whole_prefill, whole_decode = (part["flops"] for part in plain["programs"][0]["parts"])
+    # 16 prompts with 2 samples each, then 8 of them with 2 more.
+    assert prefill / whole_prefill == pytest.approx(2, rel=0.05)
+    assert again / whole_prefill == pytest.approx(1, rel=0.05)
+    assert decode / whole_decode == pytest.approx(1, rel=0.05)
+    assert rest / whole_decode == pytest.approx(0.5, rel=0.05)
+    assert probed["tokens_a_step"] == 16 * (16 * 2 + 8 * 2)
+    # The first samples wait there meanwhile.
+    assert complete["bytes"]["beside"] > sample["bytes"]["beside"]
+    assert not any("probing" in note for note in probed["notes"])
+
+
+def test_a_reward_model_judges_both_rounds_of_a_probed_step(tiny_nano, tiny_recipe):
+    given = [f"model.path={tiny_nano}", "reward.source=model", f"reward.model={tiny_nano}"]
+    _, config = planner("cpu:1", load_training(tiny_recipe, [*given, "rollout.probe=2"]))
+    made = {p.name: p for p in programs(config, Places(None, jax.devices()[:1]))}
+    assert list(made) == ["sample", "verify", "complete", "verify_rest", "prepare", "update"]
+    judged = [made[name].operands[3].mask.shape for name in ("verify", "verify_rest")]
+    assert judged == [(16 * 2, 16), (8 * 2, 16)]
 
 
 class Measured:

@@ -14,6 +14,7 @@ from rlx.chips import CHIPS
 from rlx.collectives import Message, replica_groups
 from rlx.cost import Cost, cost
 from rlx.hlo import array_bytes, parse, turns
+from rlx.plan import numbered
 from rlx.roofline import beyond, message_seconds, seconds
 from rlx.topology import abstract_devices, plugin_installed
 from rlx.topology import parse as named
@@ -65,6 +66,14 @@ def usual(x, w, end):
         return until(x, w, end)
 
 
+def twice(x, w, end):
+    def turn(state):
+        return state[0] + 1, until(state[1], w, end)
+
+    _, first = jax.lax.while_loop(lambda state: state[0] < end, turn, (0, chain(x, w[None])))
+    return until(first[:32], w, end)
+
+
 def nested(x, squares):
     return jax.lax.fori_loop(0, 3, lambda _, carry: chain(carry, squares), x)
 
@@ -95,6 +104,7 @@ PROGRAMS = {
     "scan": (chain, (of((64, 128)), of((5, 128, 128)))),
     "nested": (nested, (of((64, 128)), of((5, 128, 128)))),
     "until": (until, (of((64, 128)), of((128, 128)), of((), dtype=jnp.int32))),
+    "twice": (twice, (of((64, 128)), of((128, 128)), of((), dtype=jnp.int32))),
     "usual": (usual, (of((64, 128)), of((128, 128)), of((), dtype=jnp.int32))),
     "either": (either, (of((64, 32)), of((32, 48)), of((), dtype=jnp.float32))),
     "gathered": (gradient, (of((5, 512, 512), None, "fsdp"), of((64, 512), "fsdp"))),
@@ -125,6 +135,14 @@ def test_flops_are_those_of_the_products_whatever_they_became(target, name):
     found = cost(compiled(target, name), {"while": 7})
     assert found.flops == FLOPS[name]
     assert found.uncounted == {}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_loops_that_follow_one_another_turn_each_as_often_as_it_is_told(target):
+    # Nor does a loop within the first one take a place; nor one whose turns the text proves.
+    text = numbered(compiled(target, "twice"))
+    assert cost(text, {"while": 3, "loop_0": 5, "loop_1": 2}).flops == (1 + 5 * 3 + 1) * SQUARE
+    assert cost(text, {"while": 3, "loop_0": 0, "loop_1": 8}).flops == (1 + 4) * SQUARE
 
 
 @pytest.mark.parametrize("target", TARGETS[1:])

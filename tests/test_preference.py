@@ -19,6 +19,7 @@ from worked_example import EXAMPLES
 from model.heads import Outputs
 from rlx import ops
 from rlx.algorithms import TERMS
+from rlx.algorithms.dpo import right_pairs
 from rlx.algorithms.record import of_scores
 from rlx.offline import offline_run
 from rlx.scoring import score_rows
@@ -102,6 +103,11 @@ def test_a_reward_model_knows_only_differences():
     row = TERMS["reward_model"]
     shifted = row.scalar(scores + 3.0, margins, ref, signs, mask)
     assert shifted == pytest.approx(float(row.scalar(scores, margins, ref, signs, mask)), rel=1e-5)
+
+
+def test_a_pair_that_ties_is_half_right():
+    """As of held-out pairs: a policy that is its reference has 0.5 there, and here."""
+    np.testing.assert_array_equal(right_pairs(jnp.float32([[2], [0], [-1]])), [[1], [0.5], [0]])
 
 
 def test_shuffling_keeps_pairs_together():

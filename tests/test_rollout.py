@@ -363,12 +363,25 @@ def test_the_overlong_filter_acts_after_the_group_statistics():
         batch.mask.any(axis=1), [True, False, True, True, True, True, False, False]
     )
     values = ops.values(metrics)
-    assert values["trained_rows"] == 5.0
+    assert values["trained_rows"] == 5.0 and values["trained_tokens"] == 9.0
     # Lengths are those of the text: from the loss mask the longest would be 2.
     assert values["length/max"] == 3.0
     assert values["length/mean"] == pytest.approx(18 / 8)
     assert values["length/finished"] == pytest.approx(9 / 5)
     assert values["truncated"] == pytest.approx(3 / 8)
+
+
+def test_old_logprobs_are_the_samplers_where_the_plan_says_so():
+    made = plan("dapo", {"prompts": 1}, on_policy=False)
+    pending = collected(made.sampling, made_up([1, 3, 2, 2]), [[1, 0, 0, 1]], rows=[0])
+
+    def old(how):
+        batch, *_ = prepared(made._replace(old_logprobs=how), pending)
+        return np.asarray(batch.old_logprobs)[np.asarray(batch.mask)]
+
+    np.testing.assert_array_equal(old("sampler"), np.full(8, -1.0))
+    # The policy's own, for which the text is not of probability exp(-1).
+    assert np.abs(old("recompute") + 1.0).min() > 1e-3
 
 
 def test_a_row_that_could_not_be_scored_is_masked_and_counted():

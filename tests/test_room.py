@@ -7,8 +7,12 @@ import pytest
 from toy_run import arguments
 
 import run
+from model.errors import BadInput
 from rlx.compilation import EVENTS
+from rlx.config import load_training
 from rlx.mesh import Hardware
+from rlx.resolve import resolve
+from rlx.room import check_state
 
 GIB = 2**30
 
@@ -51,6 +55,19 @@ def test_a_run_that_keeps_more_than_a_device_has_is_refused_before_it_reads_weig
     assert run.main(command) == 2
     assert "The run keeps 0.00 GiB on each device" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", ["given", "staged"])
+def test_texts_are_not_counted_before_they_are_read(recipe, tmp_path, device, kind):
+    """Of the longest there would be GiB, and a file of 500 short ones is next to nothing."""
+    changes = (*KINDS[kind], "sampling.max_prompt_tokens=32768", "-task.train_size")
+    _, _, *settings = arguments(recipe, tmp_path / "run", *changes)
+    config = resolve(load_training(recipe, settings))
+    device(2**26)
+    check_state(config)
+    device(2**14)
+    with pytest.raises(BadInput, match=r"keeps .* \(parameters, moments, a reference\)"):
+        check_state(config)
 
 
 @pytest.mark.parametrize(

@@ -24,15 +24,18 @@ def test_a_file_is_no_folder(tmp_path):
         run_folder(load(None, [f"run.dir={file}"]))
 
 
-@pytest.mark.parametrize(("told", "seconds"), [(None, 7.0), (60.0, 60.0), (5.0, 7.0)])
+@pytest.mark.parametrize(
+    ("told", "seconds"),
+    [(None, 7.0), ({"seconds": 60.0, "steps": 2}, 60.0), ({"seconds": 60.0, "steps": 1}, 64.0)],
+)
 def test_time_goes_on_where_a_run_is_resumed(tmp_path, told, seconds):
-    """A summary of 60 s has evaluations in it; one of 5 s is older than the steps."""
+    """A summary has evaluations in it; of what a part took that was killed later, steps tell."""
     assert seconds_so_far(tmp_path) == 0.0
     steps = [{"kind": "eval", "step": 0}]
-    steps += [{"kind": "train", "step": 1, "seconds": s} for s in (3.0, 4.0)]
+    steps += [{"kind": "train", "step": i, "seconds": s} for i, s in ((1, 3.0), (2, 4.0))]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in steps))
     if told is not None:
-        (tmp_path / "summary.json").write_text(json.dumps({"seconds": told}))
+        (tmp_path / "summary.json").write_text(json.dumps(told))
     assert seconds_so_far(tmp_path) == seconds
 
 

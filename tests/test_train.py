@@ -16,6 +16,7 @@ from toy import (
 
 from rlx import ops
 from rlx.prepare import Frozen
+from rlx.scoring import score_rows
 from rlx.state import initial_state
 from rlx.train import fused, staged
 from rlx.verify import callback_verifier, host_verifier
@@ -23,7 +24,15 @@ from rlx.verify import callback_verifier, host_verifier
 STEPS = 3
 # Two updates a step, and a KL term: every stage has something to do. The rate moves parameters
 # far beyond rounding, and not so far that rounding decides which token is drawn.
-PLAN = plan("grpo", rate=0.05, epochs=2, on_policy=False)
+TEMPERATURE = 0.6
+PLAN = plan(
+    "grpo",
+    {"temperature": TEMPERATURE},
+    rate=0.05,
+    epochs=2,
+    on_policy=False,
+    temperature=TEMPERATURE,
+)
 frozen = functools.cache(lambda: Frozen(reference=initial_params()))
 
 
@@ -132,6 +141,23 @@ def test_the_samplers_logprobs_are_the_trainers():
     assert float(jnp.max(metrics["sampler_gap/max"].value)) < 1e-4
     # The second epoch's ratio has left 1.
     assert float(jnp.max(metrics["ratio/max"].value)) > 1.001
+
+
+def test_sampler_and_trainer_have_the_temperature():
+    """Without it in both, they would agree all the same."""
+    _, (_, previews), _ = step_by_step()
+    text = previews[0].rollout
+
+    def gap(temperature):
+        made = PLAN.learner._replace(temperature=temperature)
+        scored = score_rows(
+            made, initial_params(), {}, text.tokens, text.positions, text.mask.shape[1]
+        )
+        gaps = jnp.abs(scored.logprobs - text.sampler_logprobs)
+        return float(jnp.max(jnp.where(text.mask, gaps, 0)))
+
+    assert gap(TEMPERATURE) < 1e-4
+    assert gap(1.0) > 0.05
 
 
 def test_a_reference_outlives_the_policy_that_is_given_away():

@@ -317,6 +317,44 @@ def test_sgd_subtracts_the_summed_gradient():
     chex.assert_trees_all_close(moved().params, expected, atol=1e-6)
 
 
+def test_each_epoch_shuffles_pairs_anew_and_cuts_them_into_mini_batches():
+    """In the order of the epoch's own key. Eight rows are four pairs, two in each mini-batch."""
+    made = together(("grpo", "dpo"), micro=4, minibatches=2, epochs=2)
+    rows, key = batch_of(("grpo", "dpo"), 8), jax.random.key(5)
+    state, _ = jax.jit(update, static_argnums=0)(made, fresh_state(made), rows, key)
+
+    def after(orders):
+        end = fresh_state(made)
+        for pairs in np.reshape(orders, (-1, 2)):
+            places = (2 * pairs[:, None] + np.arange(2)).reshape(-1)
+            end, _ = one_update(made, end, jax.tree.map(lambda x, at=places: x[at], rows))
+        return end.params
+
+    orders = [jax.random.permutation(k, 4).tolist() for k in jax.random.split(key, 2)]
+    moved = movement(initial_params(), state.params)
+    assert movement(after(orders), state.params) < 1e-4 * moved
+    # Other orders lead elsewhere: one for all epochs, or none.
+    assert set(orders[0][:2]) not in (set(orders[1][:2]), {0, 1})
+    for other in ([orders[0]] * 2, [orders[1]] * 2, [range(4)] * 2):
+        assert movement(after(other), state.params) > 1e-3 * moved
+
+
+def test_the_effective_sample_size_of_known_weights():
+    """Half of the tokens weigh 3, the others 1: 2^2 / 5 of them are left."""
+    rows = batch(4)
+    made = learner("grpo", micro=2, on_policy=True)
+    text = (initial_params(), {}, rows.tokens, rows.positions, rows.mask.shape[1])
+    current = score_rows(made, *text).logprobs
+    place = jnp.cumsum(rows.mask.reshape(-1)).reshape(rows.mask.shape)
+    sampler = current - jnp.where(place % 2 == 0, jnp.log(3.0), 0.0)
+    rows = rows._replace(sampler_logprobs=jnp.where(rows.mask, sampler, jnp.nan))
+    assert jnp.sum(rows.mask) == 10
+    run = jax.jit(update, static_argnums=0)
+    _, metrics = run(made, fresh_state(made), rows, jax.random.key(0))
+    assert ops.values(metrics)["effective_sample_size"] == pytest.approx(0.8, rel=1e-5)
+    assert not {"importance/mean", "importance/square"} & metrics.keys()
+
+
 def test_all_updates_of_a_step_in_one_compilation():
     """Two epochs of two mini-batches, two steps: 8 updates, the second on a policy that has
     moved, old buffers given away and one program for all steps."""

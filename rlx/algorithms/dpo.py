@@ -42,6 +42,12 @@ def pair_difference(
     return both_rows(jnp.sum(signed.reshape(-1, 2), axis=1))
 
 
+def right_pairs(difference: Float[Array, "B 1"]) -> Float[Array, "B 1"]:
+    """1 where the preferred row is ahead, 0 where it is behind, half where they tie, as of held-out
+    pairs."""
+    return 0.5 * (jnp.sign(difference) + 1.0)
+
+
 def both_rows(pairs: Float[Array, " pairs"]) -> Float[Array, "B 1"]:
     return jnp.repeat(pairs, 2)[:, None]
 
@@ -56,7 +62,7 @@ def preference_metrics(
     difference = pair_difference(implicit, advantages)
     rows, sign = jnp.any(mask, axis=1, keepdims=True), advantages[:, :1]
     return {
-        "accuracy": mean(difference > 0, rows),
+        "accuracy": mean(right_pairs(difference), rows),
         "margin": mean(beta * difference, rows),
         "rewards/chosen": mean(beta * implicit, rows & (sign > 0)),
         "rewards/rejected": mean(beta * implicit, rows & (sign < 0)),

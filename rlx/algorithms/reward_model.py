@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from rlx.algorithms.dpo import both_rows, pair_difference
+from rlx.algorithms.dpo import both_rows, pair_difference, right_pairs
 from rlx.ops import mean
 from rlx.types import Metrics
 
@@ -33,7 +33,7 @@ def reward_model(
     # A pair's margin stands on both of its rows.
     loss = -jax.nn.log_sigmoid(difference - margins - margin) + centring * total**2
     return loss, {
-        "accuracy": mean(difference > 0, mask),
+        "accuracy": mean(right_pairs(difference), mask),
         "margin": mean(difference, mask),
         "score/chosen": mean(scores, mask & (advantages > 0)),
         "score/rejected": mean(scores, mask & (advantages < 0)),

@@ -8,12 +8,15 @@ checkpoint; each step then stands there once. Errors of the disk are not caught.
 import json
 import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsFloat, SupportsInt, TextIO
 
 import numpy as np
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.summary import scalar
 
 from model.errors import BadInput
 from rlx.files import write_atomically
@@ -52,27 +55,38 @@ class MetricsWriter:
 
     `resume_step` is the step of the checkpoint that the run goes on from; None is a fresh run, and
     then a `folder` that already holds metrics or samples is refused (ValueError).
+    `evaluated_again`: the evaluation at that step will be written anew.
     """
 
-    def __init__(self, folder: Path, *, tensorboard: bool, resume_step: int | None):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        tensorboard: bool,
+        resume_step: int | None,
+        evaluated_again: bool = False,
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._last_step = dict.fromkeys(KINDS, -1)
         self._open_files: dict[str, TextIO] = {}
         for name in ("metrics.jsonl", "samples.jsonl"):
-            kept = self._keep_up_to(name, resume_step)
+            kept = self._keep_up_to(name, resume_step, evaluated_again)
             if name == "metrics.jsonl":
                 for line in kept:
                     self._last_step[line["kind"]] = line["step"]
         self._events = None
         if tensorboard:
-            # TensorBoard hides the events of steps >= purge_step that earlier files hold. The
+            # Not by a SummaryWriter: a full disk ends its thread, and then it waits for ever. The
             # suffix keeps a resume within the same second from opening the very same file.
-            self._events = SummaryWriter(
-                str(folder / "tensorboard"),
-                purge_step=None if resume_step is None else resume_step + 1,
-                filename_suffix=f".{resume_step or 0}",
+            (folder / "tensorboard").mkdir(exist_ok=True)
+            self._events = EventsWriter(
+                str(folder / "tensorboard" / "events"), filename_suffix=f".{resume_step or 0}"
             )
+            if resume_step is not None:
+                # TensorBoard hides what earlier files hold from this step on.
+                begun = SessionLog(status=SessionLog.START)
+                self._events.write_event(Event(step=resume_step + 1, session_log=begun))
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -108,12 +122,13 @@ class MetricsWriter:
             line["nonfinite"] = nonfinite
         self._append("metrics.jsonl", [line])
         self._last_step[kind] = step
-        # After the line, not before: when the disk is full the line above raises, whereas
-        # tensorboardX loses its thread and would block once its queue has filled.
         if self._events is not None:
+            now = time.time()
             for name, number in numbers.items():
                 if math.isfinite(number):
-                    self._events.add_scalar(f"{kind}/{name}", number, step)
+                    summary = scalar(f"{kind}/{name}", number)
+                    self._events.write_event(Event(wall_time=now, step=step, summary=summary))
+            self._events.flush()
 
     def write_samples(self, step: SupportsInt, rows: Sequence[Mapping[str, Any]]) -> None:
         """Appends one line a row. A row has at least SAMPLE_FIELDS; `components` maps the name of
@@ -154,7 +169,9 @@ class MetricsWriter:
             self._open_files[name].write(json.dumps(line, allow_nan=False) + "\n")
         self._open_files[name].flush()
 
-    def _keep_up_to(self, name: str, resume_step: int | None) -> list[dict[str, Any]]:
+    def _keep_up_to(
+        self, name: str, resume_step: int | None, evaluated_again: bool
+    ) -> list[dict[str, Any]]:
         path = self.folder / name
         if not path.exists() or path.stat().st_size == 0:
             return []
@@ -163,7 +180,12 @@ class MetricsWriter:
                 f"Expected an empty run folder for a fresh run; {path} already holds an earlier "
                 "run. Resume that run, or choose another run.dir."
             )
-        kept = [line for line in read_lines(path) if line["step"] <= resume_step]
+        kept = [
+            line
+            for line in read_lines(path)
+            if line["step"] < resume_step + (not evaluated_again)
+            or (line["step"] == resume_step and "train" in (line.get("kind"), line.get("split")))
+        ]
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
         return kept
 

@@ -64,7 +64,7 @@ def gold_of(row: Mapping, limits: Limits) -> tuple[str, Gold]:
 
 
 # A fault is kept as its text: an exception would be met again for every sample of the row.
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=2**14)
 def _gold(database: str, changed: tuple[int, int], query: str, limits: Limits) -> Gold | str:
     for suffix in ("-wal", "-journal"):
         log = Path(database + suffix)
