@@ -254,10 +254,12 @@ def test_the_last_few_rows_are_decoded_in_a_quarter_of_the_slots(tiny_recipe):
     assert decoding(30) / decoding(0) == pytest.approx(ratio, rel=0.05)
 
 
-def test_a_probed_step_is_planned_as_it_runs(tiny_recipe):
+@pytest.mark.parametrize("topology", ["cpu:1", "v5e:2x2"])
+def test_a_probed_step_is_planned_as_it_runs(tiny_recipe, topology):
     """A sampler of whole groups alone prefills half as many prompts, and ends two samples early."""
-    plain = plan(load_training(tiny_recipe, []), parse("cpu:1"))
-    probed = plan(load_training(tiny_recipe, ["rollout.probe=2"]), parse("cpu:1"))
+    needs(topology)
+    plain = plan(load_training(tiny_recipe, []), parse(topology))
+    probed = plan(load_training(tiny_recipe, ["rollout.probe=2"]), parse(topology))
     sample, complete, prepare, update = probed["programs"]
     assert [sample["name"], complete["name"]] == ["sample", "complete"]
     assert [prepare["name"], update["name"]] == ["prepare", "update"]
