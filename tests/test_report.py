@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx.report.chart import POINTS, Line, Point, line_chart, pool, ticks
+from rlx.report.chart import POINTS, Line, Point, line_chart, pool, tick_texts, ticks
 from rlx.report.html import write_report
 from rlx.report.metrics import MetricsWriter
 
@@ -290,6 +290,33 @@ def test_the_band_is_one_standard_error_to_each_side(tmp_path):
     text, _ = report(tmp_path)
     assert "[0, 0.5, 0.375, 0.625], [10, 0.5, 0.375, 0.625]" in text
     assert len(paths(text, "band")) == 1
+
+
+def test_the_error_of_a_single_evaluation_is_a_stroke():
+    """A filled band of no width would not be seen."""
+    svg = line_chart("pass@1", [Line("sampled", [Point(0, 0.5, 0.25, 0.75)])])
+    assert "band" not in svg
+    high, low = re.search(r'class="line c0" d="M\S+ (\S+?)L\S+ (\S+?)"', svg).groups()
+    assert float(high) < float(low)
+
+
+def test_numbers_of_a_chart_are_whole_where_they_are():
+    """Five digits of 123,456 updates would be 123,460."""
+    svg = line_chart("updates", [Line("updates", [Point(1, 123456.0), Point(2, 0.123456)])])
+    assert "[1, 123456.0, null, null], [2, 0.12346, null, null]" in svg
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "told"),
+    [
+        (0.0, 3.0, ["0", "1", "2", "3"]),
+        (1500.2, 1501.4, ["1,500.0", "1,500.5", "1,501.0", "1,501.5"]),
+        (1.2340, 1.2349, ["1.23400", "1.23425", "1.23450", "1.23475", "1.23500"]),
+        (1e-9, 3e-9, ["1e-09", "1.5e-09", "2e-09", "2.5e-09", "3e-09"]),
+    ],
+)
+def test_ticks_are_told_apart(low, high, told):
+    assert tick_texts(ticks(low, high, count=4)) == told
 
 
 def test_pooling_keeps_means_spikes_and_gaps():

@@ -58,8 +58,8 @@ def line_chart(y_label: str, lines: Sequence[Line], *, fractions: bool = False) 
         return round(HEIGHT - BOTTOM - (value - bottom) / (top - bottom) * _PLOT_HEIGHT, 1)
 
     parts = []
-    for tick in y_ticks:
-        text = f"{tick * 100:.10g}%" if fractions else number_text(tick)
+    for tick, told in zip(y_ticks, tick_texts(y_ticks), strict=True):
+        text = f"{tick * 100:.10g}%" if fractions else told
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(tick)}" ')
         parts.append(f'y2="{y(tick)}"/><text class="tick" text-anchor="end" x="{LEFT - 6}" ')
         parts.append(f'y="{y(tick) + 3.5}">{text}</text>')
@@ -73,7 +73,10 @@ def line_chart(y_label: str, lines: Sequence[Line], *, fractions: bool = False) 
     for index, line in enumerate(drawn):
         for run in _unbroken(line.points):
             band = [point for point in run if point.low is not None and point.high is not None]
-            if band:
+            if len(band) == 1:
+                ends = [(x(band[0].step), y(end)) for end in (band[0].high, band[0].low)]
+                parts.append(f'<path class="line c{index}" d="{_path(ends)}"/>')
+            elif band:
                 outline = [(x(p.step), y(p.high)) for p in band]
                 outline += [(x(p.step), y(p.low)) for p in reversed(band)]
                 parts.append(f'<path class="band c{index}" d="{_path(outline)}Z"/>')
@@ -143,6 +146,22 @@ def number_text(number: int | float) -> str:
     return f"{number:,.0f}" if 1000 <= abs(number) < 1e6 else f"{number:.4g}"
 
 
+def tick_texts(ticks: Sequence[float]) -> list[str]:
+    """Short where that tells them apart, else with as many decimals as their distance has."""
+    texts = [number_text(tick) for tick in ticks]
+    size = ticks[1] - ticks[0]
+    decimals = 0
+    while len(set(texts)) < len(ticks) or (decimals and not _near(texts, ticks, size)):
+        decimals += 1
+        texts = [f"{tick:,.{decimals}f}" for tick in ticks]
+    return texts
+
+
+def _near(texts: Sequence[str], ticks: Sequence[float], size: float) -> bool:
+    gaps = (abs(float(a.replace(",", "")) - b) for a, b in zip(texts, ticks, strict=True))
+    return max(gaps) < 0.01 * size
+
+
 def _span(low: float, high: float) -> tuple[float, float]:
     if low >= 0 and low <= 0.6 * high:
         low = 0.0  # a curve that nearly reaches zero is read against zero
@@ -179,7 +198,8 @@ def _path(places: Sequence[tuple[float, float]]) -> str:
 
 
 def _compact(points: Sequence[Point]) -> list[list[float | int | None]]:
-    def short(number: int | float | None) -> float | None:
-        return None if number is None else float(f"{number:.5g}")
+    def short(number: int | float | None) -> int | float | None:
+        whole = number is None or number == round(number)
+        return number if whole else float(f"{number:.5g}")
 
     return [[p.step, short(p.value), short(p.low), short(p.high)] for p in points]
