@@ -15,6 +15,8 @@ def make_learner(
     import jax
     import jax.numpy as jnp
 
+    from model.device import this_device
+    from model.kernels import fitting
     from model.product import activations
     from model.qwen import Qwen
     from rlx.algorithms import ALGORITHMS
@@ -29,6 +31,7 @@ def make_learner(
             jnp.dtype(options.dtype),
             activations=activations(jnp.dtype(options.dtype)),
             remat=options.remat,
+            attention=fitting(config, jnp.dtype(options.dtype), False, this_device()),
             unroll=config.num_layers if unrolled else 1,
         ),
         critic=None,
