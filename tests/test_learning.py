@@ -111,9 +111,9 @@ def test_a_toy_run_learns_from_pairs(name):
     assert margin[-1] > 5 * abs(float(margin[0])) + 0.01
     assert loss[-1] < loss[0]
     if name == "dpo":
-        # The policy is the reference: nothing is preferred yet.
+        # The policy is the reference: nothing is preferred yet, and all pairs tie.
         assert loss[0] == pytest.approx(np.log(2), abs=1e-5)
-        assert accuracy[0] == 0.0
+        assert accuracy[0] == 0.5
 
 
 def test_a_toy_run_learns_from_text():
