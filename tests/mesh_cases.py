@@ -455,8 +455,8 @@ UNLIKE = ("seconds", "tokens_per_second", "padding", "sampler_gap", "compile", "
 
 
 COARSE = {"perplexity": 10.0, "stderr": 10.0, "accuracy": 400.0}
-"""Times the rounding of the others: an exponential of one of them, a spread of few rows, and a share
-of few pairs, of which one may tie here and not there."""
+"""Times the rounding of the others: an exponential of one of them, a spread of few rows, and a
+share of few pairs, of which one may tie here and not there."""
 
 
 def unlike(got: list[dict], wanted: list[dict]) -> dict:
