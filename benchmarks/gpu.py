@@ -4,13 +4,15 @@
 
 Random weights made in memory, bfloat16 compute with float32 parameters. Prints a JSON line a part:
 `decode` in tokens a second against the bound that measured copy bandwidth sets, `update` as a
-share of the measured matrix-product rate, `step` a whole step of GRPO on Countdown with its phases.
+share of the measured matrix-product rate, of whole rows (by the kernel `attention`) and in streams,
+`step` a whole step of GRPO on Countdown with its phases.
 `transformers` decodes the same with Hugging Face's model where torch sees a GPU; run it in a
 process of its own, since JAX takes most of the device's memory.
 """
 
 import argparse
 import dataclasses
+import functools
 import json
 import time
 from typing import NamedTuple
@@ -130,7 +132,8 @@ def decode(config, params, load: Load, limits: dict) -> dict:
 
 
 def update_rate(config, params, load: Load, limits: dict) -> dict:
-    """One update with its layers recomputed; model FLOPs do not count the recomputation."""
+    """One update of whole rows and one of the same rows in streams, layers recomputed; model FLOPs
+    do not count the recomputation."""
     import jax
     from learner import make_learner
     from memory import operands
@@ -149,33 +152,38 @@ def update_rate(config, params, load: Load, limits: dict) -> dict:
         dtype="bfloat16",
         remat="block",
     )
-    learner = make_learner(options, config, on_policy=True)
-    state = initial_state(params, learner, jax.random.key(0))
-    batch = jax.jit(lambda: filled(operands(learner, options)[1], config.vocab_size))()
-    start = time.perf_counter()
-    step = jax.jit(lambda state, batch, key: update(learner, state, batch, key), donate_argnums=0)
-    step = step.lower(state, batch, jax.random.key(1)).compile()
-    compile_s = time.perf_counter() - start
-    seconds = []
-    for i in range(4):
-        start = time.perf_counter()
-        state, _ = jax.block_until_ready(step(state, batch, jax.random.key(i)))
-        seconds.append(time.perf_counter() - start)
-    best = min(seconds[1:])
+    whole = make_learner(options, config, on_policy=True)
+    state = initial_state(params, whole, jax.random.key(0))
+    batch = jax.jit(lambda: filled(operands(whole, options)[1], config.vocab_size))()
     completion = load.update_columns - 2
     forward = forward_flops(config, rows=load.update_rows, prompt=2, completion=completion)
     needed = update_flops(forward, chunked=False)
-    tokens = load.update_rows * load.update_columns
+    tokens, rate = load.update_rows * load.update_columns, limits["bf16_fp32_gflops_median"]
+    found = {}
+    for how, learner in (("whole_rows", whole), ("streams", whole._replace(packing=True))):
+        step = jax.jit(functools.partial(update, learner), donate_argnums=0)
+        start = time.perf_counter()
+        step = step.lower(state, batch, jax.random.key(1)).compile()
+        compile_s, seconds = time.perf_counter() - start, []
+        for i in range(4):
+            start = time.perf_counter()
+            state, _ = jax.block_until_ready(step(state, batch, jax.random.key(i)))
+            seconds.append(time.perf_counter() - start)
+        best = min(seconds[1:])
+        found[how] = {
+            "compile_s": round(compile_s, 2),
+            "seconds": round(best, 4),
+            "tokens_per_s": round(tokens / best, 1),
+            "share_of_matmul_rate": round(needed / best / 1e9 / rate, 4),
+            "temporary_mib": round(temporary_bytes(step) / 2**20),
+        }
     return {
         "rows": load.update_rows,
         "columns": load.update_columns,
-        "compile_s": round(compile_s, 2),
-        "seconds": round(best, 4),
-        "tokens_per_s": round(tokens / best, 1),
+        "attention": whole.model.attention,
         "model_gflops": round(needed / 1e9, 2),
-        "matmul_gflops": limits["bf16_fp32_gflops_median"],
-        "share_of_matmul_rate": round(needed / best / 1e9 / limits["bf16_fp32_gflops_median"], 4),
-        "temporary_mib": round(temporary_bytes(step) / 2**20),
+        "matmul_gflops": rate,
+        **found,
     }
 
 

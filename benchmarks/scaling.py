@@ -126,7 +126,7 @@ def measure_point(axis: str, value: int, chosen: argparse.Namespace, limits: dic
     # Rows of full length fill a stream by the micro-batch: so often turns the loop over streams.
     compiled = cost(step.as_text(), {"while": rows // options.micro_batch})
     forward = forward_flops(config, **counted)
-    needed = update_flops(forward)
+    needed = update_flops(forward, chunked=False)
     itemsize = 4 if options.dtype == "float32" else 2
     moved = rollout_bytes(config, itemsize=itemsize, **counted)
     sampled, trained = rows * options.new_tokens, rows * (options.prompt_len + options.new_tokens)

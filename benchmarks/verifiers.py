@@ -2,10 +2,10 @@
 
     python benchmarks/verifiers.py [NAME ...] [--rows 4000] [--workers 1] [--data ../shared/data]
 
-Prints a JSON line for each verifier that is there: a first pass in which each completion comes once
-and nothing is cached yet, and the median of passes over `--rows` of them after it. Every other
-completion is the right answer, the rest are mostly wrong. Without `--data` the rows are made here;
-a folder that holds `math_problems` and `sql_spider_en` gives those of maths and SQL.
+Prints a JSON line for each verifier that is there: a first pass over the `unseen` completions, each
+of which comes once and is not cached yet, and the median of passes over `--rows` of them after it.
+Every other completion is the right answer, the rest are mostly wrong. Without `--data` the rows are
+made here; a folder that holds `math_problems` and `sql_spider_en` gives those of maths and SQL.
 """
 
 import argparse
@@ -81,7 +81,9 @@ def maths(data: Path | None) -> Iterator[Case]:
     if data is not None:
         text = (data / "math_problems" / "math.json").read_text(encoding="utf-8")
         answers = [str(problem["answer"]) for problem in json.loads(text)]
-    for right, wrong in zip(answers, answers[1:] + answers[:1], strict=True):
+    # No answer comes in two rows: the verifier remembers those that it has read.
+    answers = list(dict.fromkeys(answers))
+    for right, wrong in zip(answers[::2], answers[1::2], strict=False):
         yield {"answer": right}, *(block(rf"\boxed{{{answer}}}") for answer in (right, wrong))
 
 
@@ -147,7 +149,7 @@ def measure(name: str, cases: list[Case], options: argparse.Namespace) -> dict:
     items = [
         (cases[i // 2 % len(cases)][1 + i % 2], i // 2 % len(cases)) for i in range(options.rows)
     ]
-    unseen = items[: 2 * len(cases)]
+    unseen = list({(text, json.dumps(rows[row])): (text, row) for text, row in items}.values())
     score = VERIFIERS[name]
     in_process = InProcess(score, rows)
     start = time.perf_counter()
@@ -164,6 +166,7 @@ def measure(name: str, cases: list[Case], options: argparse.Namespace) -> dict:
         "impl": "rlx",
         "verifier": name,
         "rows": len(items),
+        "unseen": len(unseen),
         "workers": options.workers,
         "in_process_rows_per_s": round(len(items) / seconds["median_s"], 1),
         "in_process_first_rows_per_s": round(len(unseen) / seconds["first_s"], 1),

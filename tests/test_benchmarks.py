@@ -12,6 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import learner  # noqa: E402
+import nano_learning  # noqa: E402
 import peers  # noqa: E402
 import timing  # noqa: E402
 import workload  # noqa: E402
@@ -112,7 +114,9 @@ def test_the_gpu_script_runs_on_a_cpu():
     parts = {line["part"]: line for line in lines}
     assert list(parts) == ["decode", "update", "transformers", "step"]
     assert parts["decode"]["tokens_per_s"] > 0
-    assert parts["update"]["share_of_matmul_rate"] > 0
+    for how in ("whole_rows", "streams"):
+        assert parts["update"][how]["share_of_matmul_rate"] > 0
+    assert parts["update"]["attention"] == "plain"
     assert parts["step"]["sampled_tokens"] > 0
     assert "sample" in parts["step"]["phases_s"]
 
@@ -180,3 +184,42 @@ def test_a_peer_that_fails_is_told_and_left_out(tmp_path, capsys):
     )
     assert peers.run(entry, where) is None
     assert "rollout trl: left out" in capsys.readouterr().err
+
+
+def test_a_comparison_of_learning_needs_a_standard_error(monkeypatch, capsys):
+    """Of one seed it would be NaN, which JSON lacks."""
+    for seeds in (["0"], ["1", "1"]):
+        monkeypatch.setattr(sys, "argv", ["nano_learning.py", "--seeds", *seeds])
+        with pytest.raises(SystemExit):
+            nano_learning.main()
+        assert "expected two seeds or more" in capsys.readouterr().err
+
+
+def test_a_comparison_of_learning_tells_both_times(monkeypatch, capsys):
+    score = {"pass@1": 0.5, "n": 8, "greedy": {"pass@1": 0.25}}
+
+    def run(config, *settings):
+        # The control's last evaluation and its export come on top of its limit.
+        limits = [s.partition("=")[2] for s in settings if s.startswith("loop.max_seconds=")]
+        seconds = float(limits[0]) + 30 if limits else 500.0
+        return {"before": score, "after": score, "steps": 1, "seconds": seconds}
+
+    monkeypatch.setattr(nano_learning, "run", run)
+    monkeypatch.setattr(sys, "argv", ["nano_learning.py", "--seeds", "0", "1"])
+    nano_learning.main()
+    line = json.loads(capsys.readouterr().out)
+    assert line["seconds"] == {"mean": 500.0, "stderr": 0.0}
+    assert line["control_seconds"] == {"mean": 530.0, "stderr": 0.0}
+
+
+def test_a_learner_on_a_gpu_attends_as_a_run_does():
+    """By plain products it would write out the scores of all pairs."""
+    from model.device import Device, made_for
+
+    given = options("--dtype=bfloat16")
+    given.remat, given.share_prompts, given.packing = "none", 0, 0
+    config = workload.model_config(given)
+    assert learner.make_learner(given, config, on_policy=True).model.attention == "plain"
+    with made_for(Device("cuda", (9, 0))):
+        chosen = learner.make_learner(given, config, on_policy=True, unrolled=False)
+    assert chosen.model.attention == "cudnn"

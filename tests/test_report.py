@@ -312,11 +312,21 @@ def test_numbers_of_a_chart_are_whole_where_they_are():
         (0.0, 3.0, ["0", "1", "2", "3"]),
         (1500.2, 1501.4, ["1,500.0", "1,500.5", "1,501.0", "1,501.5"]),
         (1.2340, 1.2349, ["1.23400", "1.23425", "1.23450", "1.23475", "1.23500"]),
+        (1001.0, 1010.0, ["1,000.0", "1,002.5", "1,005.0", "1,007.5", "1,010.0"]),
+        (12345601.0, 12345614.0, ["12,345,600", "12,345,605", "12,345,610", "12,345,615"]),
         (1e-9, 3e-9, ["1e-09", "1.5e-09", "2e-09", "2.5e-09", "3e-09"]),
     ],
 )
 def test_ticks_are_told_apart(low, high, told):
     assert tick_texts(ticks(low, high, count=4)) == told
+
+
+@given(st.floats(-1e30, 1e30, allow_subnormal=False), st.floats(1e-8, 10.0))
+def test_a_tick_says_where_it_stands(low, share):
+    """`1,002` at 1002.5 would be read as a fifth of a step off."""
+    marks = ticks(low, low + max(abs(low), 1e-30) * share, count=4)
+    told = [float(text.replace(",", "")) for text in tick_texts(marks)]
+    assert told == pytest.approx(marks, rel=0, abs=0.01 * (marks[1] - marks[0]))
 
 
 def test_pooling_keeps_means_spikes_and_gaps():

@@ -147,14 +147,12 @@ def number_text(number: int | float) -> str:
 
 
 def tick_texts(ticks: Sequence[float]) -> list[str]:
-    """Short where that tells them apart, else with as many decimals as their distance has."""
-    texts = [number_text(tick) for tick in ticks]
-    size = ticks[1] - ticks[0]
-    decimals = 0
-    while len(set(texts)) < len(ticks) or (decimals and not _near(texts, ticks, size)):
-        decimals += 1
-        texts = [f"{tick:,.{decimals}f}" for tick in ticks]
-    return texts
+    """Short where that is exact, else with as many decimals as their distance has."""
+    size, largest = ticks[1] - ticks[0], max(map(abs, ticks))
+    form = "f" if size > 1e-5 and largest < 1e9 else "e"
+    tries = [[number_text(tick) for tick in ticks]]
+    tries += [[f"{tick:,.{decimals}{form}}" for tick in ticks] for decimals in range(17)]
+    return next(texts for texts in tries if _near(texts, ticks, size))
 
 
 def _near(texts: Sequence[str], ticks: Sequence[float], size: float) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlx.evaluate import HEADLINES, headline_of, nest_greedy
-from rlx.report.chart import number_text, ticks
+from rlx.report.chart import tick_texts, ticks
 
 Row = Mapping[str, Any]
 
@@ -42,7 +42,7 @@ def score_table(summary: Row, metrics: Sequence[Row]) -> str:
     }
     bounds = _bounds([score for pair in scores.values() for score in pair])
     rows = [_score_row(label, *pair, headline, bounds) for label, pair in scores.items()]
-    low, high = (number_text(100 * x if HEADLINES[headline].rate else x) for x in bounds)
+    low, high = tick_texts([100 * x if HEADLINES[headline].rate else x for x in bounds])
     title = TITLES.get(headline, headline)
     better = "" if HEADLINES[headline].higher_is_better else "Lower is better. "
     return (
