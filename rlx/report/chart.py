@@ -58,8 +58,8 @@ def line_chart(y_label: str, lines: Sequence[Line], *, fractions: bool = False) 
         return round(HEIGHT - BOTTOM - (value - bottom) / (top - bottom) * _PLOT_HEIGHT, 1)
 
     parts = []
-    for tick, told in zip(y_ticks, tick_texts(y_ticks), strict=True):
-        text = f"{tick * 100:.10g}%" if fractions else told
+    texts = [f"{tick * 100:.10g}%" for tick in y_ticks] if fractions else tick_texts(y_ticks)
+    for tick, text in zip(y_ticks, texts, strict=True):
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(tick)}" ')
         parts.append(f'y2="{y(tick)}"/><text class="tick" text-anchor="end" x="{LEFT - 6}" ')
         parts.append(f'y="{y(tick) + 3.5}">{text}</text>')
